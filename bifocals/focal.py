@@ -1,0 +1,174 @@
+"""Focal Attention (arXiv 2511.06818): divide the logits by a temperature below one.
+
+    standard   softmax(q k^T / sqrt(dim)) v
+    focal      softmax(q k^T / (temperature * sqrt(dim))) v        temperature = 1 is standard
+    learned    temperature = soft_clamp(x w + b)                   x: the hidden state entering attention
+
+A smaller temperature moves weight from many weak keys to a few strong ones. A constant is only
+another scale, so every fused attention kernel already computes it. A learned one divides the query.
+
+The paper's learned form takes the mean over the whole sequence: it reads the future and is not
+defined while decoding. Ours reads each token, or the mean over its prefix. The paper's hard clip has
+no gradient outside its range; the soft clamp here never loses it.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from bifocals.checks import check_heads, check_positive, check_segments, temperature_per_query
+
+
+def focal_attention(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    temperature: float | Tensor,
+    scale: float | None = None,
+    segments: Int[Tensor, "batch key"] | None = None,
+    reach: int | None = None,
+    is_causal: bool = True,
+) -> Float[Tensor, "batch head query value_dim"]:
+    """Attention whose softmax is sharpened by ``temperature``: a number, or a tensor per layer, head or token.
+
+    ``segments`` pack several sequences in a row (-1: padding, which returns 0); ``reach`` is a sliding window, i - j < reach.
+
+    >>> q = k = v = torch.ones(1, 2, 5, 4)
+    >>> focal_attention(q, k, v, temperature=0.4).shape
+    torch.Size([1, 2, 5, 4])
+    """
+    check_heads(query, key, value)
+    check_segments(segments, key)
+    check_positive("temperature", temperature)
+    check_positive("scale", scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if isinstance(temperature, Tensor):
+        query = query / temperature_per_query(temperature, query).to(query.dtype)
+    else:
+        scale = scale / temperature
+    grouped = query.shape[1] != key.shape[1]
+    queries, keys = query.shape[2], key.shape[2]
+    if segments is None and reach is None and (not is_causal or queries == keys or queries == 1):
+        is_square = is_causal and queries > 1
+        return scaled_dot_product_attention(query, key, value, is_causal=is_square, scale=scale, enable_gqa=grouped)
+    if segments is not None:
+        query, key, value = blank_padding(query, key, value, segments)
+    pairs = visible_pairs(queries, keys, segments, is_causal, reach, query.device)
+    attended = scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale, enable_gqa=grouped)
+    return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
+
+
+def visible_pairs(
+    queries: int,
+    keys: int,
+    segments: Int[Tensor, "batch key"] | None,
+    is_causal: bool,
+    reach: int | None,
+    device: torch.device,
+) -> Bool[Tensor, "#batch 1 query key"]:
+    """What the base pattern reads: same segment, not the future, within reach. Padding reads padding: no row is empty."""
+    position = torch.arange(keys, device=device)
+    apart = position[keys - queries :, None] - position
+    pairs = apart >= 0 if is_causal else torch.ones_like(apart, dtype=torch.bool)
+    if reach is not None:
+        pairs &= apart.abs() < reach
+    if segments is None:
+        return pairs[None, None]
+    return (pairs & (segments[:, keys - queries :, None] == segments[:, None, :]))[:, None]
+
+
+def is_padding(segments: Int[Tensor, "batch key"], length: int) -> Bool[Tensor, "batch 1 length 1"]:
+    return (segments[:, segments.shape[1] - length :] < 0)[:, None, :, None]
+
+
+def blank_padding(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros in place of whatever padding holds: a masked logit of NaN would still be NaN."""
+    in_keys = is_padding(segments, key.shape[2])
+    return (
+        query.masked_fill(is_padding(segments, query.shape[2]), 0.0),
+        key.masked_fill(in_keys, 0.0),
+        value.masked_fill(in_keys, 0.0),
+    )
+
+
+def soft_clamp(raw: Tensor, minimum: float, maximum: float) -> Tensor:
+    """Into (minimum, maximum), by x / (1 + |x|): its slope falls with the square of x and so never underflows to zero,
+    as that of a sigmoid does."""
+    return minimum + (maximum - minimum) * (1 + nn.functional.softsign(raw)) / 2
+
+
+def inverse_soft_clamp(clamped: float, minimum: float, maximum: float) -> float:
+    unit = 2 * (clamped - minimum) / (maximum - minimum) - 1
+    return unit / (1 - abs(unit))
+
+
+class ConstantTemperature(nn.Module):
+    """One number, of every token alike; nothing to learn."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        check_positive("temperature", temperature)
+        self.temperature = temperature
+
+    def forward(self, hidden: Float[Tensor, "batch length hidden"]) -> float:
+        return self.temperature
+
+
+class LearnedTemperature(nn.Module):
+    """A temperature read off the hidden states: per token, or from their mean over the prefix or the sequence.
+
+    ``outputs`` is 1 (shared by the layer) or the number of query heads. It starts at ``start`` for every token.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        start: float,
+        minimum: float,
+        maximum: float,
+        outputs: int = 1,
+        form: Literal["token", "prefix", "sequence"] = "token",
+        is_causal: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 0 < minimum < start < maximum:
+            raise ValueError(
+                f"Expected 0 < minimum < start < maximum, got {minimum}, {start}, {maximum}: "
+                "a learned temperature starts inside its range."
+            )
+        if form == "sequence" and is_causal:
+            raise ValueError(
+                "The mean over the whole sequence reads tokens after the query, and is not defined while decoding: "
+                "expected form 'token' or 'prefix' for a causal model, got 'sequence'. Use it for encoders only."
+            )
+        self.form, self.minimum, self.maximum = form, minimum, maximum
+        self.weight = nn.Parameter(torch.zeros(outputs, hidden_size))
+        self.bias = nn.Parameter(torch.full((outputs,), inverse_soft_clamp(start, minimum, maximum)))
+
+    def raw(self, hidden: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length outputs"]:
+        """x w + b, in float32 at least: what is averaged and clamped."""
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        return nn.functional.linear(hidden.to(precision), self.weight.to(precision), self.bias.to(precision))
+
+    def clamp(self, raw: Float[Tensor, "batch length outputs"]) -> Float[Tensor, "batch outputs length 1"]:
+        return soft_clamp(raw, self.minimum, self.maximum).mT[..., None]
+
+    def forward(
+        self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
+    ) -> Float[Tensor, "batch outputs length 1"]:
+        """The temperature of each query; ``is_real`` is False at padding, which no mean counts."""
+        raw = self.raw(hidden)
+        if self.form == "token":
+            return self.clamp(raw)
+        counted = torch.ones_like(raw[..., :1]) if is_real is None else is_real[..., None].to(raw.dtype)
+        raw = torch.where(counted > 0, raw, 0.0)
+        if self.form == "prefix":
+            return self.clamp(raw.cumsum(dim=1) / counted.cumsum(dim=1).clamp(min=1))
+        mean = raw.sum(dim=1, keepdim=True) / counted.sum(dim=1, keepdim=True).clamp(min=1)
+        return self.clamp(mean.expand_as(raw))

@@ -1,0 +1,197 @@
+"""Focus attention (arXiv 2604.03260): near tokens in full, far tokens only inside shared groups.
+
+    near     |i - j| <= window                          always read
+    sink     j among the first tokens of its segment    always read
+    far      the rest                                   read iff query i and key j share a group
+
+    causal               near (window 1)      + far: groups a b a a b a b b, and one sink
+    x                    x                    x
+    x x                  x x                  x x
+    x x x                . x x                x x x
+    x x x x              . . x x              x . x x
+    x x x x x            . . . x x            x x . x x
+    x x x x x x          . . . . x x          x . x x x x
+    x x x x x x x        . . . . . x x        x x . . x x x
+    x x x x x x x x      . . . . . . x x      x x . . x . x x
+
+With one group, or a window as long as the sequence, this is plain attention.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bifocals.backends.dense import dense_attention
+from bifocals.checks import (
+    check_counts,
+    check_heads,
+    check_membership,
+    check_positive,
+    check_segments,
+    temperature_per_query,
+)
+from bifocals.focal import blank_padding, is_padding, visible_pairs
+
+
+def focus_attention(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    membership: Bool[Tensor, "batch router query group"],
+    window: int,
+    key_membership: Bool[Tensor, "batch key_router key group"] | None = None,
+    sinks: int = 0,
+    segments: Int[Tensor, "batch key"] | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    reach: int | None = None,
+    is_causal: bool = True,
+    backend: Literal["auto", "dense", "sdpa"] = "auto",
+) -> Float[Tensor, "batch head query value_dim"]:
+    """Attention over the near, sink and same-group pairs of each query; queries shorter than keys are the last positions.
+
+    ``membership`` says which groups a query reads, ``key_membership`` (None: the same) which a key is in. ``segments``
+    pack several sequences in a row (-1: padding, which returns 0); ``reach`` is a sliding window of the base, i - j < reach.
+
+    >>> q = k = v = torch.randn(1, 2, 300, 16)
+    >>> groups = torch.nn.functional.one_hot(torch.randint(8, (1, 1, 300)), 8).bool()
+    >>> focus_attention(q, k, v, membership=groups, window=16).shape
+    torch.Size([1, 2, 300, 16])
+    """
+    check_heads(query, key, value)
+    check_segments(segments, key)
+    check_counts(window, sinks)
+    check_positive("temperature", temperature)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_positive("reach", reach)
+    if key_membership is None:
+        check_membership("membership", membership, query, key, key.shape[2])
+        key_membership = membership
+        membership = membership[:, :, key.shape[2] - query.shape[2] :]
+    else:
+        check_membership("membership", membership, query, key, query.shape[2])
+        check_membership("key_membership", key_membership, query, key, key.shape[2])
+    pairs = focus_pairs(query, key, membership, key_membership, window, sinks, segments, reach, is_causal)
+    return _dense(query, key, value, pairs, segments, scale=scale, temperature=temperature, softcap=softcap)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: Tensor,
+    segments: Tensor | None,
+    *,
+    scale: float | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> Tensor:
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_query(temperature, query)
+    if segments is not None:
+        query, key, value = blank_padding(query, key, value, segments)
+    attended = dense_attention(
+        query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap, bias=bias, factor=factor
+    )
+    return attended if segments is None else attended.masked_fill(is_padding(segments, query.shape[2]), 0.0)
+
+
+def always_read(
+    queries: int, keys: int, window: int, sinks: int, segments: Tensor | None, device: torch.device
+) -> Bool[Tensor, "#batch 1 query key"]:
+    """Near or sink: the pairs that no gate touches."""
+    position = torch.arange(keys, device=device)
+    near = (position[keys - queries :, None] - position).abs() <= window
+    return near | (position - segment_starts(keys, segments, device) < sinks)[:, None, None, :]
+
+
+def segment_starts(keys: int, segments: Tensor | None, device: torch.device) -> Int[Tensor, "#batch key"]:
+    """The first position of each token's segment."""
+    position = torch.arange(keys, device=device)[None]
+    if segments is None:
+        return torch.zeros_like(position)
+    is_first = torch.ones_like(segments, dtype=torch.bool)
+    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return torch.where(is_first, position, 0).cummax(dim=1).values
+
+
+def focus_pairs(
+    query: Tensor,
+    key: Tensor,
+    membership: Tensor,
+    key_membership: Tensor,
+    window: int,
+    sinks: int,
+    segments: Tensor | None,
+    reach: int | None,
+    is_causal: bool,
+) -> Bool[Tensor, "batch head query key"]:
+    """The pattern, pair by pair."""
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    reads = membership.repeat_interleave(heads // membership.shape[1], dim=1).to(torch.float32)
+    holds = key_membership.repeat_interleave(heads // key_membership.shape[1], dim=1).to(torch.float32)
+    share = reads @ holds.mT > 0
+    share |= always_read(queries, keys, window, sinks, segments, query.device)
+    return share & visible_pairs(queries, keys, segments, is_causal, reach, query.device)
+
+
+def soft_focus_attention(
+    query: Float[Tensor, "batch head query dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
+    value: Float[Tensor, "batch kv_head key value_dim"],
+    *,
+    gates: Float[Tensor, "batch router query group"],
+    key_gates: Float[Tensor, "batch key_router key group"],
+    window: int,
+    gate: Literal["log", "sigmoid"] = "log",
+    slope: float = 10.0,
+    sinks: int = 0,
+    segments: Int[Tensor, "batch key"] | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    reach: int | None = None,
+    is_causal: bool = True,
+) -> Float[Tensor, "batch head query value_dim"]:
+    """Attention over every visible pair, the far ones gated by a = g_i.g_j; differentiable in the gates.
+
+    log        logit + log(a)                closes, and equals the hard pattern in the limit
+    sigmoid    logit * sigmoid(slope * a)    the paper's; never closes
+    """
+    check_heads(query, key, value)
+    check_segments(segments, key)
+    check_counts(window, sinks)
+    check_positive("temperature", temperature)
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    untouched = always_read(queries, keys, window, sinks, segments, query.device)
+    pairs = visible_pairs(queries, keys, segments, is_causal, reach, query.device)
+    gates = gates.repeat_interleave(heads // gates.shape[1], dim=1)
+    agreement = gates @ key_gates.repeat_interleave(heads // key_gates.shape[1], dim=1).mT
+    if gate == "log":
+        # Gates are products of softmaxes: they may underflow, and the logarithm of 0 has no gradient.
+        bias = torch.where(untouched, 1.0, agreement.clamp(min=torch.finfo(agreement.dtype).tiny)).log()
+        factor = None
+    else:
+        bias = None
+        factor = torch.where(untouched, 1.0, torch.sigmoid(slope * agreement)).to(query.dtype)
+    return _dense(
+        query,
+        key,
+        value,
+        pairs,
+        segments,
+        scale=scale,
+        temperature=temperature,
+        softcap=softcap,
+        bias=bias,
+        factor=factor,
+    )

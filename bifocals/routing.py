@@ -1,0 +1,161 @@
+"""Routing (Focus, arXiv 2604.03260): learned centroids sort tokens into groups.
+
+    scores        s_ig = cos(h_i W, c_g) / tau                         the paper: (h_i W) . c_g / tau, one W for both sides
+    gates         queries softmax(s),  keys softmax(s + b)             b_g: one potential per group, equalises the groups
+    membership    the top-k groups of a query; the one group of a key
+
+Sinkhorn, as printed, equalises the groups over the sequence at hand: a token's group then depends on
+the tokens after it. Its fixed point is softmax(s + b) with one number b_g per group. So we keep b,
+estimated from past steps and frozen afterwards: a token's groups depend on that token alone, and
+decoding equals prefill.
+
+Forward is pure: it only collects statistics. ``step_balance`` moves the potentials, once per optimizer step.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from bifocals.config import FocusConfig
+
+Scores = Float[Tensor, "batch router length group"]
+Membership = Bool[Tensor, "batch router length group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What a router says of a sequence: balanced scores, whose softmax are the gates and whose best are the groups."""
+
+    query_scores: Scores
+    key_scores: Scores
+
+    def gates(self) -> tuple[Scores, Scores]:
+        return self.query_scores.softmax(dim=-1), self.key_scores.softmax(dim=-1)
+
+
+class Router(nn.Module):
+    """Hidden states -> scores of each token for each group; one set of groups for the layer or each key-value head.
+
+    >>> router = Router(hidden_size=32, routers=2, config=FocusConfig(groups=4))
+    >>> router.membership(torch.randn(1, 10, 32))[0].shape
+    torch.Size([1, 2, 10, 4])
+    """
+
+    potential: Tensor
+    dual_sum: Tensor
+    dual_count: Tensor
+
+    def __init__(self, hidden_size: int, routers: int, config: FocusConfig, *, is_causal: bool = True) -> None:
+        super().__init__()
+        if config.balance == "sinkhorn" and is_causal and not config.allow_look_ahead:
+            raise ValueError(
+                "Sinkhorn over the sequence makes a token's group depend on later tokens: expected balance='causal' "
+                "for a decoder, got 'sinkhorn'. Pass allow_look_ahead=True to measure the leak."
+            )
+        self.config = config
+        sides = 1 if config.sides == "same" else 2
+        self.projection = nn.Parameter(torch.randn(sides, routers, hidden_size, config.dim) / math.sqrt(hidden_size))
+        self.centroids = nn.Parameter(torch.randn(routers, config.groups, config.dim))
+        self.register_buffer("potential", torch.zeros(routers, config.groups))
+        self.register_buffer("dual_sum", torch.zeros(routers, config.groups), persistent=False)
+        self.register_buffer("dual_count", torch.zeros(()), persistent=False)
+
+    def scores(self, hidden: Float[Tensor, "batch length hidden"], side: int) -> Scores:
+        """Unbalanced scores of one side (0: queries, -1: keys), in float32 at least: top-k is a decision."""
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        tokens = hidden.to(precision)[:, None] @ self.projection[side].to(precision)  # (batch, router, length, dim)
+        centroids = self.centroids.to(precision)
+        if self.config.score == "cosine":
+            tokens, centroids = normalize(tokens, dim=-1), normalize(centroids, dim=-1)
+        return tokens @ centroids.mT / self.config.tau
+
+    def forward(
+        self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
+    ) -> Routing:
+        """Balanced scores of both sides; ``is_real`` is False at padding, which no balance counts."""
+        key_scores = self.scores(hidden, -1)
+        weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
+        if self.config.balance == "sinkhorn":
+            key_scores = key_scores + sinkhorn_potentials(key_scores, self.config.rounds, weights)[..., None, :]
+            return Routing(key_scores if self.config.sides == "same" else self.scores(hidden, 0), key_scores)
+        if self.training:
+            self.observe(key_scores, weights)
+        # The potential is read after the statistics are taken but never changed by them: forward is pure.
+        key_scores = key_scores + self.potential[:, None, :].to(key_scores.dtype)
+        return Routing(key_scores if self.config.sides == "same" else self.scores(hidden, 0), key_scores)
+
+    def membership(
+        self, hidden: Float[Tensor, "batch length hidden"], top_k: int | None = None
+    ) -> tuple[Membership, Membership]:
+        """The hard groups of queries and keys."""
+        routing = self(hidden)
+        return self.hard_groups(routing, self.config.top_k if top_k is None else top_k)
+
+    def hard_groups(self, routing: Routing, top_k: int) -> tuple[Membership, Membership]:
+        of_queries = top_groups(routing.query_scores, top_k)
+        return of_queries, of_queries if self.config.sides == "same" else top_groups(routing.key_scores, 1)
+
+    @torch.no_grad()
+    def observe(self, key_scores: Scores, weights: Float[Tensor, "batch 1 length"] | None = None) -> None:
+        """Collect the potentials that would balance this batch. Seeing a batch twice does not change their mean."""
+        together = key_scores.detach().transpose(0, 1).flatten(1, 2)  # (router, batch * length, group)
+        counted = None if weights is None else weights.transpose(0, 1).flatten(1, 2)
+        self.dual_sum += sinkhorn_potentials(together, self.config.rounds, counted).to(self.dual_sum.dtype)
+        self.dual_count += 1
+
+    @torch.no_grad()
+    def step_balance(self) -> None:
+        """Move the potentials towards what the batches of this step asked for, over all processes; then forget them."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.dual_sum)
+            torch.distributed.all_reduce(self.dual_count)
+        if self.dual_count > 0:
+            self.potential.lerp_((self.dual_sum / self.dual_count).to(self.potential.dtype), 1 - self.config.momentum)
+        self.dual_sum.zero_()
+        self.dual_count.zero_()
+
+
+def top_groups(scores: Scores, top_k: int) -> Membership:
+    """True at the ``top_k`` best groups of each token."""
+    best = scores.topk(top_k, dim=-1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def sinkhorn_potentials(
+    scores: Float[Tensor, "*batch token group"], rounds: int, weights: Float[Tensor, "*batch token"] | None = None
+) -> Float[Tensor, "*batch group"]:
+    """The b for which softmax(scores + b) fills all groups equally: Sinkhorn, written by its potentials.
+
+    ``weights`` are 0 at tokens that do not count.
+    """
+    # A token that does not count has log-weight -inf; where no token counts, all of them do, and b is harmless.
+    counted = torch.zeros_like(scores[..., :1])
+    if weights is not None:
+        counted = torch.where(weights.sum(-1, keepdim=True) > 0, weights, 1.0).log()[..., None]
+    of_tokens = torch.zeros_like(counted)
+    potential = torch.zeros_like(scores[..., 0, :])
+    for _ in range(rounds):
+        potential = -(scores + of_tokens + counted).logsumexp(dim=-2)
+        of_tokens = -(scores + potential[..., None, :]).logsumexp(dim=-1, keepdim=True)
+    return potential - potential.mean(dim=-1, keepdim=True)
+
+
+def dominance(membership: Membership, is_real: Bool[Tensor, "batch length"] | None = None) -> Float[Tensor, " router"]:
+    """The largest group's share of all places in groups; 1 / groups is perfect balance."""
+    return _shares(membership, is_real).amax(dim=-1)
+
+
+def entropy(membership: Membership, is_real: Bool[Tensor, "batch length"] | None = None) -> Float[Tensor, " router"]:
+    """Entropy of the group sizes over that of equal groups: 1 is perfect balance, 0 is collapse."""
+    shares = _shares(membership, is_real)
+    return torch.special.entr(shares).sum(dim=-1) / math.log(max(shares.shape[-1], 2))
+
+
+def _shares(membership: Membership, is_real: Bool[Tensor, "batch length"] | None) -> Float[Tensor, "router group"]:
+    counted = membership if is_real is None else membership & is_real[:, None, :, None]
+    sizes = counted.sum(dim=(0, 2)).double()
+    return sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1)
