@@ -1,0 +1,216 @@
+"""How transformers calls us: one attention function and one mask function, registered at the first attach.
+
+The attention function gets neither hidden states nor cache, so a hook on the attention module leaves them on its
+lens. The mask function gets the base's own pattern; it hands it on in a form that grows with the length, never with
+its square.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask
+
+from bifocals.backends.dense import dense_attention
+from bifocals.config import FocusConfig
+from bifocals.focal import focal_attention, is_padding, visible_pairs
+
+NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
+
+
+class BasePattern(NamedTuple):
+    """What the base model lets a layer read: everything, but for these.
+
+    ``segments`` covers all tokens seen, also those that a sliding cache has dropped: the first ``dropped`` ones.
+    """
+
+    segments: Tensor | None = None
+    kind: Literal["padding", "holes", "packed"] = "padding"  # of the segments; holes: padding between tokens
+    reach: int | None = None
+    dropped: int = 0
+    is_causal: bool = True
+
+    def segments_of(self, keys: int) -> Tensor | None:
+        """The segments of the last ``keys`` tokens."""
+        return None if self.segments is None else self.segments[:, self.segments.shape[1] - keys :]
+
+    def reach_over(self, keys: int) -> int | None:
+        """The reach, if it hides any of the keys."""
+        return None if self.reach is None or self.reach >= keys else self.reach
+
+
+def register() -> None:
+    """Tell transformers of the implementation; doing it again changes nothing."""
+    AttentionInterface.register(NAME, lens_attention)
+    AttentionMaskInterface.register(NAME, base_pattern)
+
+
+def base_pattern(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> BasePattern:
+    """Where transformers would build a mask, say what it would mask."""
+    if use_vmap:
+        raise ValueError("A lens cannot follow a custom mask function: expected causal, sliding or full attention.")
+    if isinstance(q_offset, Tensor):
+        raise ValueError(
+            "A lens keeps groups beside keys in transformers' DynamicCache, got a static cache. "
+            "Drop cache_implementation (or pass past_key_values=DynamicCache(config=model.config))."
+        )
+    is_causal = "allow_is_bidirectional_skip" not in others
+    if attention_mask is not None:
+        padded = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        assert padded is not None
+        is_real = padded[:, : kv_offset + kv_length]
+        return BasePattern(*_padding_segments(is_real), local_size, kv_offset, is_causal)
+    if is_causal and q_length == kv_length and mask_function is not causal_mask_function:
+        segments = _packed_segments(mask_function, batch_size, q_length, local_size, torch.device(device))
+        return BasePattern(segments, "packed", local_size, kv_offset, is_causal)
+    return BasePattern(None, "padding", local_size, kv_offset, is_causal)
+
+
+def _padding_segments(is_real: Tensor) -> tuple[Tensor | None, Literal["padding", "holes"]]:
+    """0 at tokens and -1 at padding, None if there is none; and whether there is padding between tokens."""
+    if torch.compiler.is_compiling():
+        return is_real.long() - 1, "padding"
+    if bool(is_real.all()):
+        return None, "padding"
+    runs = (is_real[:, 1:] & ~is_real[:, :-1]).sum(dim=1) + is_real[:, 0]
+    return is_real.long() - 1, "holes" if bool((runs > 1).any()) else "padding"
+
+
+def _packed_segments(
+    mask_function: Callable[..., Any], batch: int, length: int, local_size: int | None, device: torch.device
+) -> Tensor | None:
+    """Number the sequences of a packed row: a new one starts where a token may not read the one before it."""
+    if length < 2 or local_size == 1:
+        return None
+    rows, later = torch.arange(batch, device=device)[:, None], torch.arange(1, length, device=device)[None]
+    joined = mask_function(rows, torch.zeros_like(rows), later, later - 1).expand(batch, -1)
+    if not torch.compiler.is_compiling() and bool(joined.all()):
+        return None
+    return nn.functional.pad((~joined).long().cumsum(dim=1), (1, 0))
+
+
+def lens_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: BasePattern | Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in place of its own: the module's lens, or the base's pattern without one."""
+    if isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"attention_mask: expected (batch, length), got shape {tuple(attention_mask.shape)}. A lens follows "
+            "padding, packing (position_ids) and sliding windows; for any other mask use lens.disabled()."
+        )
+    if others.get("position_bias") is not None:
+        raise ValueError("A lens cannot follow a position bias inside attention.")
+    if dropout > 0:
+        raise ValueError(
+            f"{type(module).__name__} asks for attention dropout {dropout:g} in training, which a lens does not apply. "
+            "Set it to 0 in the model's config before loading, or call eval() on the model."
+        )
+    pattern = attention_mask or BasePattern(is_causal=bool(getattr(module, "is_causal", True)))
+    lens = module._modules.get(NAME)
+    if lens is None:
+        attended = base_attention(query, key, value, pattern, scale=scaling, softcap=softcap)
+    else:
+        attended = lens.attend(query, key, value, pattern, scale=scaling, softcap=softcap)  # type: ignore[operator]
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def base_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BasePattern,
+    *,
+    scale: float | None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """The base's own pattern, at a temperature."""
+    queries, keys = query.shape[2], key.shape[2]
+    segments, reach = pattern.segments_of(keys), pattern.reach_over(keys)
+    if softcap is None and pattern.kind != "holes":
+        return focal_attention(
+            query, key, value, temperature=temperature, scale=scale, segments=segments, reach=reach,
+            is_causal=pattern.is_causal,
+        )  # fmt: skip
+    pairs = visible_pairs(queries, keys, segments, pattern.is_causal, reach, query.device)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attended = dense_attention(query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap)
+    return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
+
+
+def holed_focus_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reads: Tensor,
+    holds: Tensor,
+    pattern: BasePattern,
+    focus: FocusConfig,
+    *,
+    is_soft: bool,
+    scale: float | None,
+    softcap: float | None,
+    temperature: float | Tensor,
+) -> Tensor:
+    """Focus with padding between tokens (a prompt that holds the pad token): rare, so all pairs are written out."""
+    assert pattern.segments is not None
+    heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
+    segments = pattern.segments[:, -keys:]
+    is_real = pattern.segments >= 0
+    is_sink = (is_real & (is_real.cumsum(dim=1) <= focus.sinks))[:, None, None, -keys:]
+    position = torch.arange(keys, device=query.device)
+    near = (position[keys - queries :, None] - position).abs() <= focus.window
+    visible = visible_pairs(queries, keys, segments, pattern.is_causal, pattern.reach_over(keys), query.device)
+    reads, holds = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (reads, holds))
+    agreement = reads.to(query.dtype) @ holds.to(query.dtype).mT  # (batch, head, query, key)
+    bias = factor = None
+    if not is_soft:
+        visible = visible & (near | is_sink | (agreement > 0))
+    elif focus.gate == "log":
+        bias = torch.where(near | is_sink, 1.0, agreement.clamp(min=torch.finfo(agreement.dtype).tiny)).log()
+    else:
+        factor = torch.where(near | is_sink, 1.0, torch.sigmoid(focus.slope * agreement))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attended = dense_attention(
+        query, key, value, visible, scale=scale, temperature=temperature, softcap=softcap, bias=bias, factor=factor
+    )
+    return attended.masked_fill(is_padding(segments, queries), 0.0)
+
+
+def cross_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: BasePattern,
+    *,
+    scale: float | None,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """Every query reads every token of the other sequence."""
+    segments = pattern.segments_of(key.shape[2])
+    pairs = None if segments is None else (segments >= 0)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return dense_attention(query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap)

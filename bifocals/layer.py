@@ -1,0 +1,210 @@
+"""The lens of one layer: its temperature, its router, and how its attention is computed from them."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache
+
+from bifocals.cache import last_sums, nothing_remembered, past_length, remember, self_attention_cache
+from bifocals.config import FocalConfig, FocusConfig
+from bifocals.families import Site
+from bifocals.focal import ConstantTemperature, LearnedTemperature
+from bifocals.focus import focus_attention, segment_starts, soft_focus_attention
+from bifocals.interface import BasePattern, base_attention, cross_attention, holed_focus_attention
+from bifocals.routing import Router
+from bifocals.tape import Tape
+
+Mode = Literal["soft", "hard", "off"]
+
+
+@dataclass(slots=True)
+class Settings:
+    """What all layers of one lens share and what may change at any time."""
+
+    mode: Mode = "hard"
+    top_k: int = 1
+    name: str = field(default_factory=lambda: uuid4().hex[:8])
+    tape: Tape | None = None
+
+
+class LayerLens(nn.Module):
+    """Sits inside an attention module; sees its hidden states and cache by a hook, and computes its attention."""
+
+    def __init__(self, site: Site, focal: FocalConfig | None, focus: FocusConfig | None, settings: Settings) -> None:
+        super().__init__()
+        self.name, self.layer, self.is_cross = site.name, site.layer, site.is_cross
+        self.cached_layer = int(site.module.layer_idx)  # type: ignore[arg-type]
+        self.focus, self.settings = focus, settings
+        self.temperature = None if focal is None else _temperature(site, focal)
+        self.router: Router | None = None
+        if focus is not None:
+            routers = site.kv_heads if focus.routers == "kv_head" else 1
+            self.router = Router(site.hidden_size, routers, focus, is_causal=site.is_causal)
+        self.hidden: Tensor | None = None
+        self.past: Cache | None = None
+        self.register_load_state_dict_post_hook(_forgive_absence)
+
+    def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the attention module runs: keep what its attention function will not be given."""
+        if self.settings.mode == "off":
+            return
+        self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        found = next((item for item in (*args, *kwargs.values()) if isinstance(item, Cache)), None)
+        self.past = None if self.is_cross else self_attention_cache(found)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pattern: BasePattern,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        hidden, past, self.hidden, self.past = self.hidden, self.past, None, None
+        assert hidden is not None, "the hook runs before attention"
+        real = None if self.is_cross or pattern.segments is None else pattern.segments[:, -query.shape[2] :] >= 0
+        temperature, sums = self._temperature(hidden, real, pattern, past)
+        if self.is_cross:
+            return cross_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
+        reads, holds = (None, None) if self.router is None else self._route(hidden, real, past)
+        if past is not None:
+            blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
+            holds, _ = remember(
+                past, self.cached_layer, self.owner, blank if holds is None else holds, blank if sums is None else sums
+            )
+        if reads is None:
+            return base_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
+        assert holds is not None
+        return self._focus(query, key, value, reads, holds, pattern, temperature, scale, softcap)
+
+    @property
+    def owner(self) -> tuple[object, ...]:
+        """Who a cache belongs to: with the same groups on both sides, a key's groups depend on top_k."""
+        shared = self.focus is not None and self.focus.sides == "same" and self.settings.mode == "hard"
+        mode = self.settings.mode if self.focus is not None else "on"
+        return self.settings.name, mode, self.settings.top_k if shared else 0
+
+    def _route(self, hidden: Tensor, real: Tensor | None, past: Cache | None) -> tuple[Tensor, Tensor]:
+        """The gates (soft) or groups (hard) of the new tokens, as queries and as keys."""
+        assert self.router is not None
+        assert self.focus is not None
+        if (
+            self.focus.balance == "sinkhorn"
+            and past is not None
+            and past_length(past, self.cached_layer) > hidden.shape[1]
+        ):
+            raise ValueError(
+                "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
+                "ones. Use balance='causal', or use_cache=False."
+            )
+        routing = self.router(hidden, real)
+        if self.settings.mode == "soft":
+            return routing.gates()
+        groups = self.router.hard_groups(routing, self.settings.top_k)
+        tape = self.settings.tape
+        return groups if tape is None else tape.play(self.name, groups, routing, self.settings.top_k, real)
+
+    def _temperature(
+        self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, past: Cache | None
+    ) -> tuple[float | Tensor, Tensor | None]:
+        """The temperature of each query; of the prefix form also the running sums that later tokens need."""
+        form = self.temperature
+        if form is None:
+            return 1.0, None
+        if isinstance(form, ConstantTemperature):
+            return form(hidden), None
+        if form.form != "prefix":
+            return form(hidden, real), None
+        counted = torch.ones_like(hidden[..., :1]) if real is None else real[..., None].to(hidden.dtype)
+        raw = form.raw(hidden)
+        counted = counted.to(raw.dtype)
+        new = torch.cat([torch.where(counted > 0, raw, 0.0), counted], dim=-1)  # (batch, length, outputs + 1)
+        sums = new.cumsum(dim=1)
+        before = None if past is None else last_sums(past, self.cached_layer, self.owner, hidden.shape[1])
+        if before is not None:
+            sums = sums + before[:, 0].to(sums.dtype)
+        elif pattern.kind == "packed" and pattern.segments is not None:
+            # A packed sequence starts its own mean: take off what came before its first token.
+            starts = segment_starts(hidden.shape[1], pattern.segments_of(hidden.shape[1]), hidden.device)
+            so_far = pad(sums, (0, 0, 1, 0))
+            sums = sums - so_far.gather(1, starts[..., None].expand(hidden.shape[0], -1, sums.shape[-1]))
+        mean = sums[..., :-1] / sums[..., -1:].clamp(min=1)
+        return form.clamp(mean), sums[:, None]
+
+    def _focus(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        reads: Tensor,
+        holds: Tensor,
+        pattern: BasePattern,
+        temperature: float | Tensor,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        assert self.focus is not None
+        window, sinks = self.focus.window, self.focus.sinks
+        # A sliding cache has dropped its first keys. So that the first keys left are not taken for sinks, blank ones
+        # stand for those just before: out of every query's reach.
+        blank = min(pattern.dropped, sinks)
+        if blank:
+            key, value, holds = (pad(tensor, (0, 0, blank, 0)) for tensor in (key, value, holds))
+        keys = key.shape[2]
+        common: dict[str, Any] = {
+            "window": window,
+            "sinks": sinks,
+            "segments": pattern.segments_of(keys),
+            "temperature": temperature,
+            "scale": scale,
+            "softcap": softcap,
+            "reach": pattern.reach_over(keys),
+            "is_causal": pattern.is_causal,
+        }
+        is_soft = self.settings.mode == "soft"
+        if pattern.kind == "holes":
+            return holed_focus_attention(
+                query, key, value, reads, holds, pattern, self.focus,
+                is_soft=is_soft, scale=scale, softcap=softcap, temperature=temperature,
+            )  # fmt: skip
+        if is_soft:
+            return soft_focus_attention(
+                query, key, value, gates=reads, key_gates=holds, gate=self.focus.gate, slope=self.focus.slope, **common
+            )
+        return focus_attention(query, key, value, membership=reads, key_membership=holds, **common)
+
+    # The base's state_dict shows the base's keys alone, so that its checkpoints stay stock.
+    def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
+        return super().state_dict(*args, **kwargs) if destination is None else destination
+
+
+def _temperature(site: Site, focal: FocalConfig) -> ConstantTemperature | LearnedTemperature:
+    if focal.form == "constant":
+        return ConstantTemperature(focal.temperature)
+    if focal.form == "prefix" and site.is_cross:
+        raise ValueError(
+            "A temperature from the prefix mean is not offered for attention to another sequence: expected form "
+            "'constant' or 'token' for an encoder-decoder, got 'prefix'."
+        )
+    return LearnedTemperature(
+        site.hidden_size,
+        start=focal.temperature,
+        minimum=focal.minimum,
+        maximum=focal.maximum,
+        outputs=site.heads if focal.per == "head" else 1,
+        form=focal.form,
+        is_causal=site.is_causal,
+    )
+
+
+def _forgive_absence(lens: nn.Module, keys: Any) -> None:
+    """A stock checkpoint has no tensors of ours, and misses none."""
+    ours = [name for name in keys.missing_keys if ".bifocals." in f".{name}"]
+    for name in ours:
+        keys.missing_keys.remove(name)
