@@ -39,7 +39,7 @@ def attach(model: PreTrainedModel, *configs: Config, layers: Iterable[int] | Non
             f"This {type(model).__name__} has a lens already: expected a model without one. Call "
             "bifocals.lens_of(model).detach() first; to have both methods, pass both configs to one attach."
         )
-    sites = _choose(attention_sites(model), layers)
+    sites = choose_sites(attention_sites(model), layers)
     settings = Settings(top_k=1 if focus is None else focus.top_k)
     # Everything that may fail comes first: nothing half-done is left behind.
     lenses = [(site, _layer_lens(site, focal, focus, settings)) for site in sites]
@@ -93,9 +93,18 @@ class Lens:
         """The lens of each covered layer; what reads another sequence is called "3.cross"."""
         return {name: lens for name, (_, lens) in self._layers.items()}
 
+    def modules(self) -> list[nn.Module]:
+        """The attention modules that the lens sits on."""
+        return [module for module, _ in self._layers.values()]
+
     @property
     def routers(self) -> dict[str, Router]:
         return {name: lens.router for name, lens in self.layers.items() if lens.router is not None}
+
+    @property
+    def base_implementation(self) -> str | None:
+        """The attention implementation that the model has without the lens."""
+        return self._implementations[0]
 
     @property
     def mode(self) -> Mode:
@@ -304,7 +313,8 @@ def _sort_configs(configs: tuple[Config, ...]) -> tuple[FocalConfig | None, Focu
     return (focal[0] if focal else None), (focus[0] if focus else None)
 
 
-def _choose(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
+def choose_sites(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
+    """Those of the named layers; all if none is named."""
     if layers is None:
         return sites
     wanted, known = list(layers), {site.layer for site in sites}

