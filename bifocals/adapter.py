@@ -232,6 +232,8 @@ def _parse(text: bytes) -> dict[str, Any]:
             raise AdapterError(f"{CONFIG}: {name}: expected {names}, got {type(config[name]).__name__}.")
     if version != FORMAT:
         raise AdapterError(f"{CONFIG}: expected format {FORMAT}, got {version}.")
+    if not re.fullmatch(r"\d[\w.+-]{0,40}", config["package_version"]):
+        raise AdapterError(f"{CONFIG}: package_version: expected a version, got {config['package_version'][:40]!r}.")
     return config
 
 
@@ -324,10 +326,11 @@ def _read(path: Path, limit: int, may_link: bool) -> bytes:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | no_link)
     except OSError as reason:
         raise AdapterError(f"Cannot read {path}: {reason.strerror}. Expected a file that lens.save wrote.") from reason
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > limit:
+        os.close(handle)
+        raise AdapterError(f"{path}: expected a file of at most {limit} bytes, got {about.st_size}, or no file.")
     with os.fdopen(handle, "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode) or about.st_size > limit:
-            raise AdapterError(f"{path}: expected a file of at most {limit} bytes, got {about.st_size}, or no file.")
         return file.read()
 
 

@@ -7,13 +7,14 @@ holds the groups of the past keys (and the running sums of a prefix temperature)
 A cache belongs to the lens and the mode that filled it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-Owner = tuple[object, ...]
+Owner = tuple[object, ...]  # the lens's name, its mode and, where keys depend on it, top_k
 
 
 class Companion:
@@ -21,9 +22,11 @@ class Companion:
 
     remembered: DynamicLayer
     owner: Owner
+    is_on: Callable[[], bool]  # a function, so that a copy of the cache still asks the lens itself
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.remembered.get_seq_length() != self.get_seq_length():  # type: ignore[attr-defined]
+        length = self.get_seq_length()  # type: ignore[attr-defined]
+        if (length > 0 and not self.is_on()) or self.remembered.get_seq_length() != length:
             raise ValueError(
                 f"This cache was filled with a lens in mode {self.owner[1]!r}, and goes on without it: the model would "
                 "read keys that another model computed. Start from an empty cache after mode, detach or disabled()."
@@ -54,10 +57,10 @@ class Companion:
 class CompanionLayer(Companion, DynamicLayer):
     """A growing layer that remembers."""
 
-    def __init__(self, layer: DynamicLayer, owner: Owner) -> None:
+    def __init__(self, layer: DynamicLayer) -> None:
         super().__init__()
         self.__dict__.update(layer.__dict__)
-        self.remembered, self.owner = DynamicLayer(), owner
+        self.remembered = DynamicLayer()
 
 
 class CompanionSlidingLayer(Companion, DynamicSlidingWindowLayer):
@@ -65,41 +68,37 @@ class CompanionSlidingLayer(Companion, DynamicSlidingWindowLayer):
 
     remembered: DynamicSlidingWindowLayer
 
-    def __init__(self, layer: DynamicSlidingWindowLayer, owner: Owner) -> None:
+    def __init__(self, layer: DynamicSlidingWindowLayer) -> None:
         super().__init__(layer.sliding_window)
         self.__dict__.update(layer.__dict__)
-        self.remembered, self.owner = (memory := DynamicSlidingWindowLayer(layer.sliding_window)), owner
-        memory.record_past = layer.record_past
+        self.remembered = DynamicSlidingWindowLayer(layer.sliding_window)
+        self.remembered.record_past = layer.record_past
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
         self.remembered.activate_past_recording()
 
 
-def past_length(cache: Cache, layer: int) -> int:
-    """How many tokens this layer has seen."""
-    return int(cache.get_seq_length(layer))
-
-
 def self_attention_cache(cache: Cache | None) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def remember(cache: Cache, layer: int, owner: Owner, groups: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def remember(companion: Companion, groups: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Store what is to be known of the new tokens, after their keys went in; return it for all that are cached.
 
     ``groups`` and ``sums`` are (batch, any, new tokens, any).
     """
-    return _companion(cache, layer, owner, groups.shape[2]).remembered.update(groups, sums)
+    return companion.remembered.update(groups, sums)
 
 
-def last_sums(cache: Cache, layer: int, owner: Owner, new: int) -> Tensor | None:
-    """The running sums of the newest token before the ``new`` ones, whose keys are in the cache already."""
-    sums = _companion(cache, layer, owner, new).remembered.values
+def last_sums(companion: Companion) -> Tensor | None:
+    """The running sums of the last token remembered."""
+    sums = companion.remembered.values
     return None if sums is None or sums.numel() == 0 else sums[:, :, -1:]
 
 
-def _companion(cache: Cache, layer: int, owner: Owner, new: int) -> CompanionLayer | CompanionSlidingLayer:
+def companion_of(cache: Cache, layer: int, owner: Owner, is_on: Callable[[], bool], new: int) -> Companion:
+    """The layer of the cache that remembers, made if need be; the keys of ``new`` tokens went in already."""
     held: Any = cache.layers[layer]
     if isinstance(held, CompanionLayer | CompanionSlidingLayer):
         if held.owner != owner and held.get_seq_length() > new:
@@ -107,7 +106,7 @@ def _companion(cache: Cache, layer: int, owner: Owner, new: int) -> CompanionLay
                 f"This cache was filled by {_named(held.owner)}, and goes on with {_named(owner)}: its keys belong to "
                 "another model. Start from an empty cache after a change of mode, lens or (with shared sides) top_k."
             )
-        held.owner = owner
+        held.owner, held.is_on = owner, is_on
         return held
     if held.get_seq_length() != new:
         raise ValueError(
@@ -115,14 +114,15 @@ def _companion(cache: Cache, layer: int, owner: Owner, new: int) -> CompanionLay
             "disabled() or another model). Start from an empty cache."
         )
     if type(held) is DynamicSlidingWindowLayer:
-        held = CompanionSlidingLayer(held, owner)
+        held = CompanionSlidingLayer(held)
     elif type(held) is DynamicLayer:
-        held = CompanionLayer(held, owner)
+        held = CompanionLayer(held)
     else:
         raise ValueError(
             f"A lens keeps groups beside keys in transformers' DynamicCache, got a layer {type(held).__name__}. "
             "Drop cache_implementation (or pass past_key_values=DynamicCache(config=model.config))."
         )
+    held.owner, held.is_on = owner, is_on
     cache.layers[layer] = held
     return held
 

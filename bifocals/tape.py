@@ -47,7 +47,8 @@ class Tape:
 
     def cut(self, length: int) -> "Tape":
         """The first tokens alone."""
-        return Tape(*({name: each[:, :, :length] for name, each in kept.items()} for kept in self._all()))
+        reads, holds, margins = ({name: each[:, :, :length] for name, each in kept.items()} for kept in self._all())
+        return Tape(reads, holds, margins)
 
     def near_ties(self, tolerance: float) -> tuple[int, int]:
         """Tokens whose groups a difference of ``tolerance`` in the scores could flip, and all; over all layers."""

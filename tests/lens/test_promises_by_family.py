@@ -75,7 +75,7 @@ def test_off_disabled_and_detach_give_the_base_bit_for_bit(family):
 
 @every_family
 def test_a_lens_computes_the_reference(family, monkeypatch):
-    """What each layer was given and gave, against the oracle: heads, scale, softcap and sliding window of the family."""
+    """What each layer was given and gave, against the oracle: the family's heads, scale, softcap and sliding window."""
     model, tokens = tiny_model(family), tiny_tokens()
     calls = []
     original = LayerLens.attend
@@ -91,7 +91,7 @@ def test_a_lens_computes_the_reference(family, monkeypatch):
     logits(model, tokens)
     assert calls
     for lens, hidden, query, key, value, pattern, scale, softcap, attended in calls:
-        common = dict(scale=scale, softcap=softcap, temperature=0.5)
+        common = {"scale": scale, "softcap": softcap, "temperature": 0.5}
         if lens.is_cross:
             everything = torch.ones(2, 1, query.shape[2], key.shape[2], dtype=torch.bool)
             expected = reference.attention(query, key, value, everything, **common)
@@ -129,7 +129,7 @@ def test_decoding_in_chunks_equals_prefill_with_left_padding(family, form):
     past, pieces = DynamicCache(config=model.config), []
     for start, stop in ((0, 14), (14, 21), *((i, i + 1) for i in range(21, 40))):
         cut = slice(start, stop)
-        others = dict(attention_mask=mask[:, :stop], position_ids=positions[:, cut], past_key_values=past)
+        others = {"attention_mask": mask[:, :stop], "position_ids": positions[:, cut], "past_key_values": past}
         pieces.append(logits(model, tokens[:, cut], use_cache=True, **others))
     close(torch.cat(pieces, 1)[:, 7:], whole[:, 7:])
 
@@ -163,7 +163,7 @@ def test_generation_with_the_cache_equals_generation_without(family):
 def test_assisted_and_sampled_generation_use_the_cache_rightly(family):
     model, tokens = tiny_model(family), tiny_tokens(1, 20)
     attach(model, FOCAL, FOCUS)
-    options = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     plain = model.generate(tokens, **options)
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **options), plain)
     assert torch.equal(model.generate(tokens, assistant_model=tiny_model(family, seed=3), **options), plain)
