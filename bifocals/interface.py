@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from bifocals.backends.dense import dense_attention
 from bifocals.config import FocusConfig
 from bifocals.focal import focal_attention, is_padding, visible_pairs
+from bifocals.focus import segment_starts
 
 NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
 
@@ -128,17 +129,12 @@ def lens_attention(
         )
     if others.get("position_bias") is not None:
         raise ValueError("A lens cannot follow a position bias inside attention.")
-    if dropout > 0:
-        raise ValueError(
-            f"{type(module).__name__} asks for attention dropout {dropout:g} in training, which a lens does not apply. "
-            "Set it to 0 in the model's config before loading, or call eval() on the model."
-        )
     pattern = attention_mask or BasePattern(is_causal=bool(getattr(module, "is_causal", True)))
-    lens = module._modules.get(NAME)
-    if lens is None:
-        attended = base_attention(query, key, value, pattern, scale=scaling, softcap=softcap)
-    else:
-        attended = lens.attend(query, key, value, pattern, scale=scaling, softcap=softcap)  # type: ignore[operator]
+    if pattern.segments is not None and pattern.segments.device != query.device:
+        pattern = pattern._replace(segments=pattern.segments.to(query.device))  # layers on several devices
+    lens: Any = module._modules.get(NAME)
+    attend = base_attention if lens is None else lens.attend
+    attended = attend(query, key, value, pattern, scale=scaling, softcap=softcap, dropout=dropout)
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -150,23 +146,26 @@ def base_attention(
     *,
     scale: float | None,
     softcap: float | None = None,
+    dropout: float = 0.0,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """The base's own pattern, at a temperature."""
     queries, keys = query.shape[2], key.shape[2]
     segments, reach = pattern.segments_of(keys), pattern.reach_over(keys)
-    if softcap is None and pattern.kind != "holes":
+    if softcap is None and dropout == 0 and pattern.kind != "holes":
         return focal_attention(
             query, key, value, temperature=temperature, scale=scale, segments=segments, reach=reach,
             is_causal=pattern.is_causal,
         )  # fmt: skip
     pairs = visible_pairs(queries, keys, segments, pattern.is_causal, reach, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    attended = dense_attention(query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap)
+    attended = dense_attention(
+        query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap, dropout=dropout
+    )
     return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
 
 
-def holed_focus_attention(
+def focus_over_all_pairs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -178,14 +177,13 @@ def holed_focus_attention(
     is_soft: bool,
     scale: float | None,
     softcap: float | None,
+    dropout: float,
     temperature: float | Tensor,
 ) -> Tensor:
-    """Focus with padding between tokens (a prompt that holds the pad token): rare, so all pairs are written out."""
-    assert pattern.segments is not None
+    """Focus with every pair written out, for what the operators do not offer: padding between tokens, and dropout."""
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
-    segments = pattern.segments[:, -keys:]
-    is_real = pattern.segments >= 0
-    is_sink = (is_real & (is_real.cumsum(dim=1) <= focus.sinks))[:, None, None, -keys:]
+    segments = pattern.segments_of(keys)
+    is_sink = _sinks(pattern, keys, focus.sinks, query.device)[:, None, None, :]
     position = torch.arange(keys, device=query.device)
     near = (position[keys - queries :, None] - position).abs() <= focus.window
     visible = visible_pairs(queries, keys, segments, pattern.is_causal, pattern.reach_over(keys), query.device)
@@ -200,9 +198,21 @@ def holed_focus_attention(
         factor = torch.where(near | is_sink, 1.0, torch.sigmoid(focus.slope * agreement))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attended = dense_attention(
-        query, key, value, visible, scale=scale, temperature=temperature, softcap=softcap, bias=bias, factor=factor
-    )
-    return attended.masked_fill(is_padding(segments, queries), 0.0)
+        query, key, value, visible, scale=scale, temperature=temperature, softcap=softcap, bias=bias, factor=factor,
+        dropout=dropout,
+    )  # fmt: skip
+    return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
+
+
+def _sinks(pattern: BasePattern, keys: int, sinks: int, device: torch.device) -> Tensor:
+    """True at the first tokens of each segment, (batch or 1, keys); a hole does not start a segment."""
+    if pattern.segments is None:
+        return (torch.arange(keys, device=device) + pattern.dropped < sinks)[None]
+    if pattern.kind == "packed":
+        starts = segment_starts(keys, pattern.segments_of(keys), device)
+        return torch.arange(keys, device=device) - starts < sinks
+    is_real = pattern.segments >= 0
+    return (is_real & (is_real.cumsum(dim=1) <= sinks))[:, -keys:]
 
 
 def cross_attention(
@@ -213,10 +223,13 @@ def cross_attention(
     *,
     scale: float | None,
     softcap: float | None = None,
+    dropout: float = 0.0,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """Every query reads every token of the other sequence."""
     segments = pattern.segments_of(key.shape[2])
     pairs = None if segments is None else (segments >= 0)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return dense_attention(query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap)
+    return dense_attention(
+        query, key, value, pairs, scale=scale, temperature=temperature, softcap=softcap, dropout=dropout
+    )

@@ -14,7 +14,7 @@ from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, segment_starts, soft_focus_attention
-from bifocals.interface import BasePattern, base_attention, cross_attention, holed_focus_attention
+from bifocals.interface import BasePattern, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.routing import Router
 from bifocals.tape import Tape
 
@@ -65,22 +65,25 @@ class LayerLens(nn.Module):
         *,
         scale: float | None,
         softcap: float | None,
+        dropout: float = 0.0,
     ) -> Tensor:
+        """The attention of this layer, by what the hook has seen."""
         hidden, past, self.hidden, self.past = self.hidden, self.past, None, None
         assert hidden is not None, "the hook runs before attention"
         memory = None if past is None else self._companion(past, query.shape[2])
         real = None if self.is_cross or pattern.segments is None else pattern.segments[:, -query.shape[2] :] >= 0
         temperature, sums = self._temperature(hidden, real, pattern, memory)
+        how: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout, "temperature": temperature}
         if self.is_cross:
-            return cross_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
+            return cross_attention(query, key, value, pattern, **how)
         reads, holds = (None, None) if self.router is None else self._route(hidden, real, memory)
         if memory is not None:
             blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
             holds, _ = remember(memory, blank if holds is None else holds, blank if sums is None else sums)
         if reads is None:
-            return base_attention(query, key, value, pattern, scale=scale, softcap=softcap, temperature=temperature)
+            return base_attention(query, key, value, pattern, **how)
         assert holds is not None
-        return self._focus(query, key, value, reads, holds, pattern, temperature, scale, softcap)
+        return self._focus(query, key, value, reads, holds, pattern, **how)
 
     @property
     def owner(self) -> tuple[object, ...]:
@@ -144,9 +147,9 @@ class LayerLens(nn.Module):
         reads: Tensor,
         holds: Tensor,
         pattern: BasePattern,
-        temperature: float | Tensor,
-        scale: float | None,
-        softcap: float | None,
+        *,
+        dropout: float,
+        **how: Any,
     ) -> Tensor:
         assert self.focus is not None
         window, sinks = self.focus.window, self.focus.sinks
@@ -156,27 +159,23 @@ class LayerLens(nn.Module):
         if blank:
             key, value, holds = (pad(tensor, (0, 0, blank, 0)) for tensor in (key, value, holds))
         keys = key.shape[2]
-        common: dict[str, Any] = {
+        is_soft = self.settings.mode == "soft"
+        if pattern.kind == "holes" or dropout > 0:
+            return focus_over_all_pairs(
+                query, key, value, reads, holds, pattern, self.focus, is_soft=is_soft, dropout=dropout, **how
+            )
+        how |= {
             "window": window,
             "sinks": sinks,
             "segments": pattern.segments_of(keys),
-            "temperature": temperature,
-            "scale": scale,
-            "softcap": softcap,
             "reach": pattern.reach_over(keys),
             "is_causal": pattern.is_causal,
         }
-        is_soft = self.settings.mode == "soft"
-        if pattern.kind == "holes":
-            return holed_focus_attention(
-                query, key, value, reads, holds, pattern, self.focus,
-                is_soft=is_soft, scale=scale, softcap=softcap, temperature=temperature,
-            )  # fmt: skip
         if is_soft:
             return soft_focus_attention(
-                query, key, value, gates=reads, key_gates=holds, gate=self.focus.gate, slope=self.focus.slope, **common
+                query, key, value, gates=reads, key_gates=holds, gate=self.focus.gate, slope=self.focus.slope, **how
             )
-        return focus_attention(query, key, value, membership=reads, key_membership=holds, **common)
+        return focus_attention(query, key, value, membership=reads, key_membership=holds, **how)
 
     # The base's state_dict shows the base's keys alone, so that its checkpoints stay stock.
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:

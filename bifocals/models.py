@@ -52,6 +52,9 @@ def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | s
         model = _auto_class(place, options).from_pretrained(place, dtype=dtype, trust_remote_code=False, **options)
     except (OSError, ValueError, ImportError, KeyError) as reason:
         raise ModelError(f"Cannot load {name!r}: {_first_line(reason)} {_remedy(place, name)}") from reason
+    if options.get("gguf_file") and getattr(model, "hf_quantizer", None) is not None:
+        # The weights were unpacked into floats; while transformers still calls them quantised, it would not save them.
+        model.hf_quantizer.remove_quantization_config(model)
     loaded = Loaded(model.eval(), _tokenizer(place, options))
     if unpacked is not None and options and model.dtype == torch.float32:
         _keep_unpacked(loaded, unpacked)
@@ -128,9 +131,11 @@ def _auto_class(place: str, options: dict[str, Any]) -> Any:
 def _tokenizer(place: str, options: dict[str, Any]) -> Any:
     """None if the checkpoint has none: random tokens then do for checks."""
     try:
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError):
         return None
+    # Without a vocabulary transformers makes up a tokenizer that knows its special tokens alone.
+    return tokenizer if len(tokenizer) > len(tokenizer.all_special_tokens) else None
 
 
 def _first_line(reason: Exception) -> str:

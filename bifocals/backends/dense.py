@@ -22,8 +22,9 @@ def dense_attention(
     softcap: float | None = None,
     bias: Float[Tensor, "batch #head query key"] | None = None,
     factor: Float[Tensor, "batch #head query key"] | None = None,
+    dropout: float = 0.0,
 ) -> Float[Tensor, "batch head query value_dim"]:
-    """Attention over ``pairs`` (None: all). Every query must read something."""
+    """Attention over ``pairs`` (None: all). Every query must read something. ``dropout`` is that of training."""
     heads, kv_heads = query.shape[1], key.shape[1]
     if softcap is None and factor is None:
         if isinstance(temperature, Tensor):
@@ -35,7 +36,7 @@ def dense_attention(
             mask = bias.to(query.dtype)
             mask = mask if pairs is None else mask.masked_fill(~pairs, -torch.inf)
         return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != kv_heads
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=heads != kv_heads
         )
     key, value = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value))
     logits = query @ key.mT * scale
@@ -49,4 +50,5 @@ def dense_attention(
     if pairs is not None:
         logits = logits.masked_fill(~pairs, -torch.inf)
     precision = torch.promote_types(logits.dtype, torch.float32)
-    return logits.softmax(dim=-1, dtype=precision).to(value.dtype) @ value
+    weights = torch.nn.functional.dropout(logits.softmax(dim=-1, dtype=precision).to(value.dtype), dropout)
+    return weights @ value

@@ -408,3 +408,21 @@ def test_some_layers_of_a_model_fold_alone():
     attach(model, FocalConfig(temperature=0.5), layers=[1])
     focal = logits(model, tokens)
     assert torch.allclose(logits(fold(model), tokens), focal, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+def test_attention_dropout_of_training_is_applied_and_is_right_in_the_mean(mode):
+    model, tokens = tiny_model("gpt2", attn_pdrop=0.3), tiny_tokens(1, 16)
+    lens = attach(model, FOCUS, layers=[0])
+    lens.mode = mode
+    inside = model.transformer.h[0].attn
+    found = []
+    inside.c_proj.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    expected = logits(model, tokens) is not None and found.pop()
+    model.train()
+    with torch.no_grad():
+        model(tokens.expand(1500, -1))
+    drawn = found.pop()
+    assert not torch.allclose(drawn[0], drawn[1])
+    error = (drawn.mean(0) - expected[0]).abs()
+    assert (error < 6 * drawn.std(0) / 1500**0.5 + 1e-9).all()

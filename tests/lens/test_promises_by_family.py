@@ -80,9 +80,9 @@ def test_a_lens_computes_the_reference(family, monkeypatch):
     calls = []
     original = LayerLens.attend
 
-    def recording(self, query, key, value, pattern, *, scale, softcap):
+    def recording(self, query, key, value, pattern, *, scale, softcap, dropout):
         hidden = self.hidden
-        attended = original(self, query, key, value, pattern, scale=scale, softcap=softcap)
+        attended = original(self, query, key, value, pattern, scale=scale, softcap=softcap, dropout=dropout)
         calls.append((self, hidden, query, key, value, pattern, scale, softcap, attended))
         return attended
 
