@@ -127,6 +127,8 @@ def lens_attention(
             f"attention_mask: expected (batch, length), got shape {tuple(attention_mask.shape)}. A lens follows "
             "padding, packing (position_ids) and sliding windows; for any other mask use lens.disabled()."
         )
+    if others.get("output_attentions"):
+        raise ValueError("A lens keeps no attention weights: expected output_attentions=False. Use lens.disabled().")
     if others.get("position_bias") is not None:
         raise ValueError("A lens cannot follow a position bias inside attention.")
     pattern = attention_mask or BasePattern(is_causal=bool(getattr(module, "is_causal", True)))

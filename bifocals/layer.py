@@ -110,7 +110,7 @@ class LayerLens(nn.Module):
             return routing.gates()
         groups = self.router.hard_groups(routing, self.settings.top_k)
         tape = self.settings.tape
-        return groups if tape is None else tape.play(self.name, groups, routing, self.settings.top_k, real)
+        return groups if tape is None else tape.pass_on(self.name, groups, routing, self.settings.top_k, real)
 
     def _temperature(
         self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | None

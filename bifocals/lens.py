@@ -204,7 +204,7 @@ class Lens:
         assert self.focus is not None
         before, self.mode = self.mode, "hard"
         try:
-            with self.taped(Tape()) as tape:
+            with evaluating(self.model), self.taped(Tape()) as tape:
                 known = {} if attention_mask is None else {"attention_mask": attention_mask}
                 body = self.model.base_model if isinstance(self.model, PreTrainedModel) else self.model
                 body(input_ids=input_ids, use_cache=False, **known)
@@ -302,6 +302,18 @@ class Summary:
             cells = (row.layer, f"{row.parameters:,}", row.temperature, row.groups, row.window)
             rows.append("  ".join(f"{'-' if cell is None else cell!s:>11}" for cell in cells))
         return "\n".join([head, *rows])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode for the length of the block, then as it was."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
 
 
 def _sort_configs(configs: tuple[Config, ...]) -> tuple[FocalConfig | None, FocusConfig | None]:

@@ -1,7 +1,8 @@
 """Run the promises on the user's own model: what a lens must keep, whatever the model.
 
-Top-k is a decision, and rounding may flip a near-tie. So each comparison of two runs asks two things: were all tokens
-that no near-tie excuses sorted alike; and, with the groups of one run played in the other, are the outputs the same?
+Top-k is a decision, and rounding may flip a near-tie. So the groups of one run are played in the other, and each
+comparison asks two things: would the other run have sorted alike all tokens that no near-tie excuses; and are the
+outputs the same?
 """
 
 import copy
@@ -20,13 +21,13 @@ from transformers.initialization import no_init_weights
 
 from bifocals.adapter import fingerprint, load
 from bifocals.config import FocalConfig, FocusConfig
-from bifocals.lens import Lens, attach, lens_of
+from bifocals.lens import Lens, attach, evaluating, lens_of
 from bifocals.tape import Tape
 
-TIE = 1e-3  # score difference below which a decision may flip by rounding; scores are cosines over tau, so of order 10
-DIFFERENCE = (
-    2e-4  # relative to the largest logit: above rounding in float32, below anything that reads what it must not
-)
+# Above rounding, below anything that reads what it must not: the first in scores (cosines over tau, so of order 10),
+# the second relative to the largest logit. In half precision, as many roundings as that dtype makes.
+TIE, DIFFERENCE = 1e-3, 2e-4
+ROUNDINGS = {"tie": 64, "difference": 16}
 LONGEST = 512  # tokens: enough to be longer than most windows
 DECODED = 12  # tokens decoded one by one
 
@@ -78,26 +79,25 @@ def check(model: PreTrainedModel, tokenizer: Any = None, *, text: str | None = N
 
 @torch.no_grad()
 def _check(lens: Lens, tokenizer: Any, text: str | None) -> Report:
-    model, mode, was_training = lens.model, lens.mode, lens.model.training
-    model.eval()
+    model, mode = lens.model, lens.mode
     lens.mode = "hard" if mode == "off" else mode
     try:
-        subject = _Subject(lens, _tokens(lens, tokenizer, text))
-        before = fingerprint(model)
-        promises: dict[str, Callable[[], str]] = {
-            "off is the base model, bit for bit": subject.off_is_base,
-            "no look-ahead": subject.no_look_ahead,
-            "padding changes nothing": subject.padding,
-            "batching changes nothing": subject.batching,
-            "decoding equals prefill": subject.decoding,
-            "a saved lens loads the same": subject.saving,
-            "the base's weights are unchanged": lambda: _unchanged(model, before),
-        }
-        results = tuple(_result(promise, run) for promise, run in promises.items())
-        return Report(f"{lens!r}, {subject.tokens.shape[1]} tokens", results)
+        with evaluating(model):
+            subject = _Subject(lens, _tokens(lens, tokenizer, text))
+            before = fingerprint(model)
+            promises: dict[str, Callable[[], str]] = {
+                "off is the base model, bit for bit": subject.off_is_base,
+                "no look-ahead": subject.no_look_ahead,
+                "padding changes nothing": subject.padding,
+                "batching changes nothing": subject.batching,
+                "decoding equals prefill": subject.decoding,
+                "a saved lens loads the same": subject.saving,
+                "the base's weights are unchanged": lambda: _unchanged(model, before),
+            }
+            results = tuple(_result(promise, run) for promise, run in promises.items())
+            return Report(f"{lens!r}, {subject.tokens.shape[1]} tokens", results)
     finally:
         lens.mode = mode
-        model.train(was_training)
 
 
 def _result(promise: str, run: Callable[[], str]) -> Result:
@@ -124,6 +124,9 @@ class _Subject:
         self.base = untouched_copy(lens)
         self.decoded = tokens.flip(1)[:, :DECODED]  # by an encoder-decoder
         self.is_pair = bool(self.model.config.is_encoder_decoder)
+        rounding = torch.finfo(self.model.dtype).eps
+        self.tie = max(TIE, ROUNDINGS["tie"] * rounding)
+        self.difference = max(DIFFERENCE, ROUNDINGS["difference"] * rounding)
         self.takes_positions = "position_ids" in signature(type(self.model).forward).parameters
         self.is_causal = self.is_pair or all(bool(getattr(module, "is_causal", True)) for module in lens.modules())
 
@@ -154,11 +157,8 @@ class _Subject:
             changed[:, position] = (changed[:, position] + 1) % self.model.config.get_text_config().vocab_size
             seen = tape if self.is_pair else tape.cut(position)
             where = f"before token {position}, when it changes"
-            live, after = self.record(tokens, decoded=decoded)
-            if live.reads:
-                _expect_same_groups(seen, live if self.is_pair else live.cut(position), where)
-                after = self.run(tokens, seen.rewind(), decoded=decoded)
-            worst = max(worst, _expect_close(after[:, :position], expected[:, :position], where))
+            after = self.replay(tokens, seen, where, decoded=decoded)
+            worst = max(worst, self.expect_close(after[:, :position], expected[:, :position], where))
         return f"5 tokens changed, earlier logits within {worst:.1e}"
 
     def padding(self) -> str:
@@ -175,13 +175,10 @@ class _Subject:
             rows, mask = self.tokens.repeat(2, 1), torch.ones_like(self.tokens).repeat(2, 1)
             rows[0], mask[0] = 0, 0
             rows[0, start:stop], mask[0, start:stop] = short[0], 1
-            padded = _stack(tape, long_tape, start, length)
-            live, output = self.record(rows, attention_mask=mask)
-            if live.reads:
-                _expect_same_groups(padded, live, f"with padding on the {side}")
-                output = self.run(rows, padded.rewind(), attention_mask=mask)
+            where = f"with padding on the {side}"
+            output = self.replay(rows, _stack(tape, long_tape, start, length), where, attention_mask=mask)
             output = output[:1] if self.is_pair else output[:1, start:stop]
-            worst = max(worst, _expect_close(output, expected, f"with padding on the {side}"))
+            worst = max(worst, self.expect_close(output, expected, where))
         return f"{' and '.join(sides)}, logits within {worst:.1e}"
 
     def batching(self) -> str:
@@ -189,8 +186,8 @@ class _Subject:
         tape, expected = self.record(self.tokens)
         other, _ = self.record(self.tokens.flip(1))
         rows = torch.cat([self.tokens, self.tokens.flip(1)])
-        output = self.run(rows, _stack(tape, other, 0, self.tokens.shape[1]).rewind())
-        return f"logits within {_expect_close(output[:1], expected, 'in a batch of two'):.1e}"
+        output = self.replay(rows, _stack(tape, other, 0, self.tokens.shape[1]), "in a batch of two")
+        return f"logits within {self.expect_close(output[:1], expected, 'in a batch of two'):.1e}"
 
     def decoding(self) -> str:
         """A chunk, another chunk, then token by token."""
@@ -201,12 +198,9 @@ class _Subject:
         cuts = [0, (length - DECODED) // 2, *range(length - DECODED, length + 1)]
         if self.is_pair:
             cuts = [0, *range(length // 2, length + 1)]
-        live, output = self.record(self.tokens, cuts=cuts)
-        if live.reads:
-            _expect_same_groups(tape, live, "while decoding")
-            output = self.run(self.tokens, tape.rewind(), cuts=cuts)
-        worst = _expect_close(output, expected, "while decoding")
-        close, decisions = tape.near_ties(TIE)
+        output = self.replay(self.tokens, tape, "while decoding", cuts=cuts)
+        worst = self.expect_close(output, expected, "while decoding")
+        close, decisions = tape.near_ties(self.tie)
         return f"logits within {worst:.1e}; {close} of {decisions} decisions within rounding of a tie"
 
     def saving(self) -> str:
@@ -223,6 +217,19 @@ class _Subject:
     def record(self, tokens: Tensor, **how: Any) -> tuple[Tape, Tensor]:
         tape = Tape()
         return tape, self.run(tokens, tape, **how)
+
+    def replay(self, tokens: Tensor, tape: Tape, where: str, **how: Any) -> Tensor:
+        """The logits of another run with the same groups; it must have chosen the same ones by itself."""
+        output = self.run(tokens, tape.rewind(self.tie), **how)
+        if tape.flips:
+            raise Broken(f"{tape.flips} tokens in other groups {where}, though none was near a tie")
+        return output
+
+    def expect_close(self, got: Tensor, expected: Tensor, where: str) -> float:
+        difference = float((got - expected).abs().max()) if got.numel() else 0.0
+        if not difference <= self.difference * float(expected.abs().max()):
+            raise Broken(f"logits differ by {difference:.1e} {where}")
+        return difference
 
     def run(
         self,
@@ -268,10 +275,10 @@ def untouched_copy(lens: Lens) -> PreTrainedModel:
         fresh = type(model)(config)
     fresh.load_state_dict(model.state_dict(), assign=True)
     fresh.tie_weights()
-    weight = next(model.parameters())
+    own = dict(model.named_buffers())
     for name, buffer in fresh.named_buffers():
-        buffer.data = dict(model.named_buffers())[name].data
-    return fresh.to(device=weight.device).eval()
+        buffer.data = own[name].data
+    return fresh.eval()
 
 
 def _tokens(lens: Lens, tokenizer: Any, text: str | None) -> Tensor:
@@ -297,27 +304,14 @@ def _tokens(lens: Lens, tokenizer: Any, text: str | None) -> Tensor:
 def _stack(short: Tape, long: Tape, start: int, length: int) -> Tape:
     """The groups of two rows as those of one batch, the shorter one starting at ``start``."""
     stacked = Tape()
-    for kept, first, second in zip(stacked._all(), short._all(), long._all()):
+    for kept, first, second in zip(stacked.tracks(), short.tracks(), long.tracks()):
         for name, row in first.items():
-            widened = second[name].new_zeros(second[name].shape) if row.dtype == torch.bool else second[name] * 0
+            widened = torch.zeros_like(second[name])  # padding is in no group, and by no margin
             widened[:, :, start : start + row.shape[2]] = row
             kept[name] = torch.cat([widened, second[name]])
     return stacked
 
 
-def _expect_same_groups(first: Tape, second: Tape, where: str) -> None:
-    flips = first.flips(second, TIE)
-    if flips:
-        raise Broken(f"{flips} tokens in other groups {where}, though none was near a tie")
-
-
 def _expect_equal(got: Tensor, expected: Tensor, where: str) -> None:
     if not torch.equal(got, expected):
         raise Broken(f"logits differ by {(got - expected).abs().max():.1e} {where}")
-
-
-def _expect_close(got: Tensor, expected: Tensor, where: str) -> float:
-    difference = float((got - expected).abs().max()) if got.numel() else 0.0
-    if not difference <= DIFFERENCE * float(expected.abs().max()):
-        raise Broken(f"logits differ by {difference:.1e} {where}")
-    return difference

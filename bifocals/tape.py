@@ -1,7 +1,8 @@
 """Memberships of one run, kept to be looked at or played again in another.
 
 Top-k is a decision: two ways of computing the same hidden state differ by rounding, and a near-tie may flip a group.
-Playing the groups of one run in the other leaves only what the two runs do with them to be compared.
+Playing the groups of one run in the other leaves only what the two runs do with them to be compared. While it plays, a
+tape counts the tokens that the other run would have sorted otherwise, though they were not near a tie.
 """
 
 from dataclasses import dataclass, field
@@ -14,63 +15,57 @@ from bifocals.routing import Routing
 
 @dataclass(slots=True)
 class Tape:
-    """Records the groups of queries and keys, layer by layer; once ``rewind`` was called, plays them."""
+    """Records the groups of queries and keys, layer by layer; once rewound, plays them as far as they go."""
 
     reads: dict[str, Tensor] = field(default_factory=dict)
     holds: dict[str, Tensor] = field(default_factory=dict)
     margins: dict[str, Tensor] = field(default_factory=dict)  # how far each token was from other groups
-    played: dict[str, int] | None = None
+    flips: int = 0
+    _played: dict[str, int] | None = None
+    _tie: float = 0.0
 
-    def rewind(self) -> "Tape":
-        self.played = dict.fromkeys(self.reads, 0)
+    def rewind(self, tie: float = 0.0) -> "Tape":
+        """Play from now on; a decision by less than ``tie`` may flip uncounted."""
+        self._played, self._tie, self.flips = dict.fromkeys(self.reads, 0), tie, 0
         return self
-
-    def play(
-        self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        if self.played is None:
-            self._record(layer, groups, routing, top_k, real)
-            return groups
-        start = self.played[layer]
-        self.played[layer] = start + groups[0].shape[2]
-        return _over(groups[0], self.reads[layer][:, :, start:]), _over(groups[1], self.holds[layer][:, :, start:])
-
-    def _record(
-        self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
-    ) -> None:
-        is_shared = groups[0] is groups[1]
-        margins = torch.minimum(
-            _margin(routing.query_scores, top_k, real), _margin(routing.key_scores, top_k if is_shared else 1, real)
-        )
-        for kept, new in zip((self.reads, self.holds, self.margins), (*groups, margins)):
-            kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
 
     def cut(self, length: int) -> "Tape":
         """The first tokens alone."""
-        reads, holds, margins = ({name: each[:, :, :length] for name, each in kept.items()} for kept in self._all())
+        reads, holds, margins = ({name: each[:, :, :length] for name, each in kept.items()} for kept in self.tracks())
         return Tape(reads, holds, margins)
+
+    def tracks(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        return self.reads, self.holds, self.margins
 
     def near_ties(self, tolerance: float) -> tuple[int, int]:
         """Tokens whose groups a difference of ``tolerance`` in the scores could flip, and all; over all layers."""
         close = sum(int((margin < tolerance).sum()) for margin in self.margins.values())
         return close, sum(margin.numel() for margin in self.margins.values())
 
-    def flips(self, other: "Tape", tolerance: float) -> int:
-        """Tokens that another run of the same length sorted otherwise, though no near-tie excuses it."""
-        count = 0
-        for name, margin in self.margins.items():
-            differ = (self.reads[name] != other.reads[name]) | (self.holds[name] != other.holds[name])
-            count += int((differ.any(dim=-1) & (margin >= tolerance)).sum())
-        return count
+    def pass_on(
+        self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The groups that the layer should use, given those that it chose."""
+        is_shared = groups[0] is groups[1]
+        margin = torch.minimum(
+            _margin(routing.query_scores, top_k, real), _margin(routing.key_scores, top_k if is_shared else 1, real)
+        )
+        if self._played is not None:
+            return self._play(layer, groups, margin, self._played)
+        for kept, new in zip(self.tracks(), (*groups, margin)):
+            kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
+        return groups
 
-    def _all(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        return self.reads, self.holds, self.margins
-
-
-def _over(live: Tensor, recorded: Tensor) -> Tensor:
-    """What was recorded as far as it goes, then what comes live."""
-    length = live.shape[2]
-    return torch.cat([recorded[:, :, :length], live[:, :, min(recorded.shape[2], length) :]], dim=2)
+    def _play(
+        self, layer: str, live: tuple[Tensor, Tensor], margin: Tensor, played: dict[str, int]
+    ) -> tuple[Tensor, Tensor]:
+        start = played[layer]
+        stop = played[layer] = start + margin.shape[2]
+        reads, holds, recorded = (kept[layer][:, :, start:stop] for kept in self.tracks())
+        length = recorded.shape[2]
+        differ = ((live[0][:, :, :length] != reads) | (live[1][:, :, :length] != holds)).any(dim=-1)
+        self.flips += int((differ & (torch.minimum(margin[:, :, :length], recorded) >= self._tie)).sum())
+        return torch.cat([reads, live[0][:, :, length:]], dim=2), torch.cat([holds, live[1][:, :, length:]], dim=2)
 
 
 def _margin(scores: Tensor, best: int, real: Tensor | None) -> Tensor:

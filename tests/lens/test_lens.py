@@ -132,15 +132,19 @@ def test_a_stock_state_loads_into_a_model_with_a_lens():
         assert torch.equal(logits(model, tokens), logits(other, tokens))
 
 
-@pytest.mark.parametrize(
-    ("configs", "mode"), [([FocalConfig(temperature=0.5)], "hard"), ([FocalConfig(temperature=0.5), FOCUS], "soft")]
-)
-def test_focal_and_soft_compile_into_one_graph(configs, mode):
+@pytest.mark.parametrize("mode", ["focal", "soft"])
+def test_focal_and_soft_compile_into_one_graph(mode):
     model, tokens = tiny_model("llama", dtype=torch.float32), tiny_tokens()
-    attach(model, *configs).mode = mode
-    expected = logits(model, tokens, use_cache=False)
+    if mode == "focal":
+        attach(model, FocalConfig(temperature=0.5))
+    else:
+        attach(model, FocalConfig(temperature=0.5, form="prefix"), FOCUS).mode = "soft"
+    mask = torch.ones_like(tokens)
+    mask[0, :6] = 0
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    assert torch.allclose(logits(compiled, tokens, use_cache=False), expected, atol=1e-5)
+    for others in ({"use_cache": False}, {"use_cache": True}, {"attention_mask": mask}):
+        expected = logits(model, tokens, **others)[:, 6:]
+        assert torch.allclose(logits(compiled, tokens, **others)[:, 6:], expected, atol=1e-5)
 
 
 def test_hard_mode_compiles_with_breaks():
@@ -426,3 +430,36 @@ def test_attention_dropout_of_training_is_applied_and_is_right_in_the_mean(mode)
     assert not torch.allclose(drawn[0], drawn[1])
     error = (drawn.mean(0) - expected[0]).abs()
     assert (error < 6 * drawn.std(0) / 1500**0.5 + 1e-9).all()
+
+
+def test_check_and_measure_leave_every_training_flag_and_statistic_alone():
+    model, tokens = tiny_model("llama", dtype=torch.float32), tiny_tokens()
+    lens = attach(model, FOCUS)
+    lens.train()
+    flags = [module.training for module in model.modules()]
+    lens.measure(tokens)
+    assert bifocals.check(model).is_kept
+    assert [module.training for module in model.modules()] == flags
+    assert all(router.dual_count == 0 for router in lens.routers.values())
+
+
+def test_attention_weights_are_refused_rather_than_made_up():
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    attach(model, FOCUS)
+    with pytest.raises(ValueError, match="no attention weights"):
+        model(tokens, output_attentions=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_check_knows_how_coarse_half_precision_is(dtype):
+    model = tiny_model("llama", dtype=dtype)
+    attach(model, FocalConfig(temperature=0.5), FOCUS)
+    report = bifocals.check(model)
+    assert report.is_kept, str(report)
+
+
+def test_measure_works_on_an_encoder_decoder():
+    model = tiny_model("bart")
+    found = attach(model, FOCUS).measure(tiny_tokens())
+    assert found.layers.keys() == {"0", "1"}
+    assert 0 < found.far_kept < 1
