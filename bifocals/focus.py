@@ -17,14 +17,18 @@
 With one group, or a window as long as the sequence, this is plain attention.
 """
 
+import logging
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bifocals.backends.dense import dense_attention
+from bifocals.backends.operator import focus_forward, segment_starts
 from bifocals.checks import (
     check_counts,
     check_heads,
@@ -33,7 +37,11 @@ from bifocals.checks import (
     check_segments,
     temperature_per_query,
 )
-from bifocals.focal import blank_padding, is_padding, visible_pairs
+from bifocals.focal import blank_padding, focal_attention, is_padding, visible_pairs
+
+logger = logging.getLogger(__name__)
+
+SHORT = 640  # up to so many queries and keys a dense mask is faster than sorting
 
 
 def focus_attention(
@@ -77,8 +85,122 @@ def focus_attention(
     else:
         check_membership("membership", membership, query, key, query.shape[2])
         check_membership("key_membership", key_membership, query, key, key.shape[2])
+    if backend not in ("auto", "dense", "sdpa"):
+        raise ValueError(f"backend: expected 'auto', 'dense' or 'sdpa', got {backend!r}. 'auto' picks the fastest.")
+    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+    if backend == "auto":
+        backend = fastest_backend(query, key, membership, key_membership, window, segments, softcap, temperature, reach)
+    if backend == "sdpa":
+        return _sparse(
+            query,
+            key,
+            value,
+            membership,
+            key_membership,
+            window,
+            sinks,
+            segments,
+            temperature,
+            scale,
+            softcap,
+            reach,
+            is_causal,
+        )
+    if backend == "full" and softcap is None:
+        return focal_attention(
+            query, key, value, temperature=temperature, scale=scale, segments=segments, reach=reach, is_causal=is_causal
+        )
     pairs = focus_pairs(query, key, membership, key_membership, window, sinks, segments, reach, is_causal)
     return _dense(query, key, value, pairs, segments, scale=scale, temperature=temperature, softcap=softcap)
+
+
+def fastest_backend(
+    query: Tensor,
+    key: Tensor,
+    membership: Tensor,
+    key_membership: Tensor,
+    window: int,
+    segments: Tensor | None,
+    softcap: float | None,
+    temperature: float | Tensor,
+    reach: int | None,
+) -> Literal["full", "dense", "sdpa"]:
+    """The cheapest exact way: plain attention where the pattern is full, a mask where it is short, else only its pairs."""
+    queries, keys = query.shape[2], key.shape[2]
+    if torch.compiler.is_compiling():
+        return "dense" if queries * keys <= SHORT * SHORT else "sdpa"  # neither contents nor the log can be looked at
+    if window >= keys - 1 or bool((_common_groups(membership) & _common_groups(key_membership)).any(dim=-1).all()):
+        choice, reason = ("full", "every pair is read") if softcap is None else ("dense", "every pair is read, softcap")
+    elif softcap is not None and isinstance(temperature, Tensor):
+        choice, reason = "dense", "a softcap with a learned temperature"
+    elif queries * keys <= SHORT * SHORT:
+        choice, reason = "dense", f"at most {SHORT} x {SHORT} pairs"
+    else:
+        choice, reason = "sdpa", f"more than {SHORT} x {SHORT} pairs"
+    _log_choice(choice, reason)
+    return choice  # type: ignore[return-value]
+
+
+def _common_groups(membership: Tensor) -> Bool[Tensor, "batch group"]:
+    """The groups that every token of a row is in, whichever the router."""
+    return membership.flatten(1, 2).all(dim=1)
+
+
+@lru_cache(maxsize=64)
+def _log_choice(choice: str, reason: str) -> None:
+    """Once for each reason: the cache forgets nothing that was logged."""
+    logger.info("focus_attention runs %r: %s.", choice, reason)
+
+
+def _sparse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    membership: Tensor,
+    key_membership: Tensor,
+    window: int,
+    sinks: int,
+    segments: Tensor | None,
+    temperature: float | Tensor,
+    scale: float | None,
+    softcap: float | None,
+    reach: int | None,
+    is_causal: bool,
+) -> Tensor:
+    """Only the pairs kept, exactly. Temperatures scale the query, so that they get gradients like it."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if isinstance(temperature, Tensor):
+        if softcap is not None:
+            raise ValueError(
+                "backend 'sdpa' cannot run a softcap with a temperature tensor: expected a number for one of them. "
+                "Use backend='dense' or 'auto'."
+            )
+        query = query / temperature_per_query(temperature, query).to(query.dtype)
+    else:
+        # softcap(x) / t is a softcap of size softcap / t on x / t.
+        scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
+    if segments is not None:
+        query, key, value = blank_padding(query, key, value, segments)
+    # The fused kernels want values as long as queries (latent attention has others): zeros change nothing.
+    dim, value_dim = query.shape[-1], value.shape[-1]
+    query, key = (pad(tensor, (0, max(dim, value_dim) - dim)) for tensor in (query, key))
+    attended, _ = focus_forward(
+        query,
+        key,
+        pad(value, (0, max(dim, value_dim) - value_dim)),
+        membership,
+        key_membership,
+        segments,
+        window,
+        sinks,
+        key.shape[2] + 1 if reach is None else reach,
+        is_causal,
+        scale,
+        softcap,
+    )
+    attended = attended[..., :value_dim]
+    return attended if segments is None else attended.masked_fill(is_padding(segments, query.shape[2]), 0.0)
 
 
 def _dense(
@@ -112,16 +234,6 @@ def always_read(
     position = torch.arange(keys, device=device)
     near = (position[keys - queries :, None] - position).abs() <= window
     return near | (position - segment_starts(keys, segments, device) < sinks)[:, None, None, :]
-
-
-def segment_starts(keys: int, segments: Tensor | None, device: torch.device) -> Int[Tensor, "#batch key"]:
-    """The first position of each token's segment."""
-    position = torch.arange(keys, device=device)[None]
-    if segments is None:
-        return torch.zeros_like(position)
-    is_first = torch.ones_like(segments, dtype=torch.bool)
-    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return torch.where(is_first, position, 0).cummax(dim=1).values
 
 
 def focus_pairs(

@@ -1,0 +1,122 @@
+"""One attention call that also returns its log-sum-exp, so that calls over disjoint keys can be merged exactly.
+
+    out, lse = softmax(q k^T * scale + mask) v,  log sum exp(q k^T * scale + mask)
+    merged:    out = sum_c exp(lse_c - lse) out_c      with lse = log sum_c exp(lse_c)
+
+The backward of a part takes the MERGED output and log-sum-exp: its probabilities are then those of the
+whole softmax, and the gradients of the parts add up to the exact gradient.
+
+Fused kernels do it on CPU and CUDA; tensors elsewhere, and softcaps, take the plain way below.
+The CUDA kernel has the same signature in this file but has never been run by our tests.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Rows = Float[Tensor, "batch head query dim"]
+Keys = Float[Tensor, "batch kv_head key dim"]
+Mask = Float[Tensor, "#batch 1 query key"]
+LogSumExp = Float[Tensor, "batch head query"]
+
+
+def attend(
+    query: Rows, key: Keys, value: Keys, mask: Mask | None, scale: float, softcap: float | None = None
+) -> tuple[Rows, LogSumExp]:
+    """Attention and its log-sum-exp. What a row without any key returns is not defined: callers overwrite it."""
+    if softcap is None and query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=mask, scale=scale
+        )
+    if softcap is None and query.device.type == "cuda":
+        key, value = _repeat(key, query), _repeat(value, query)
+        out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, _aligned(mask, query, key), True, scale=scale
+        )
+        return out, lse[..., : query.shape[2]]
+    logits, _ = _plain_logits(query, key, mask, scale, softcap)
+    lse = logits.logsumexp(dim=-1)
+    return (logits - lse[..., None]).exp().to(value.dtype) @ _repeat(value, query), lse
+
+
+def attend_backward(
+    grad: Rows,
+    query: Rows,
+    key: Keys,
+    value: Keys,
+    mask: Mask | None,
+    scale: float,
+    out: Rows,
+    lse: LogSumExp,
+    softcap: float | None = None,
+) -> tuple[Rows, Keys, Keys]:
+    """Gradients of query, key and value through one call, given the merged ``out`` and ``lse``."""
+    if softcap is None and query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, False, attn_mask=mask, scale=scale
+        )
+    if softcap is None and query.device.type == "cuda":
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)
+        of_query, of_key, of_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad,
+            query,
+            _repeat(key, query),
+            _repeat(value, query),
+            _aligned(mask, query, key),
+            out,
+            torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32)),
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            scale=scale,
+        )
+        return of_query, _fold(of_key, key), _fold(of_value, value)
+    logits, slope = _plain_logits(query, key, mask, scale, softcap)
+    weights = (logits - lse[..., None]).exp()
+    grad_precise = grad.to(weights.dtype)
+    of_weights = grad_precise @ _repeat(value, query).to(weights.dtype).mT
+    row = (grad_precise * out.to(weights.dtype)).sum(dim=-1, keepdim=True)
+    of_logits = weights * (of_weights - row) * slope * scale
+    of_query = of_logits @ _repeat(key, query).to(weights.dtype)
+    of_key, of_value = of_logits.mT @ query.to(weights.dtype), weights.mT @ grad_precise
+    return (
+        of_query.to(query.dtype),
+        _fold(of_key, key).to(key.dtype),
+        _fold(of_value, value).to(value.dtype),
+    )
+
+
+def _plain_logits(
+    query: Rows, key: Keys, mask: Mask | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | float]:
+    """The logits in float32 at least, and the slope of the softcap there."""
+    precision = torch.promote_types(query.dtype, torch.float32)
+    logits = query.to(precision) @ _repeat(key, query).to(precision).mT * scale
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        bent = torch.tanh(logits / softcap)
+        logits, slope = softcap * bent, 1 - bent * bent
+    return logits if mask is None else logits + mask, slope
+
+
+def _repeat(tensor: Keys, query: Rows) -> Rows:
+    """Give every query head its own copy of its key-value head."""
+    times = query.shape[1] // tensor.shape[1]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+def _fold(gradient: Rows, like: Keys) -> Keys:
+    """The reverse of ``_repeat``: sum over the query heads that share a key-value head."""
+    if gradient.shape[1] == like.shape[1]:
+        return gradient
+    return gradient.unflatten(1, (like.shape[1], -1)).sum(dim=2)
+
+
+def _aligned(mask: Mask | None, query: Rows, key: Keys) -> Tensor | None:
+    """The CUDA kernel wants rows of its bias to start at multiples of 16 bytes, and every dimension written out."""
+    if mask is None:
+        return None
+    keys = key.shape[2]
+    padded = torch.nn.functional.pad(mask.to(query.dtype), (0, -keys % 8))[..., :keys]
+    return padded.expand(query.shape[0], query.shape[1], -1, -1)

@@ -1,0 +1,112 @@
+"""The sparse path as one operator of torch: autograd sees an exact backward, torch.compile sees one opaque node."""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from bifocals.backends import sparse
+from bifocals.backends.pattern import Pattern
+
+
+@torch.library.custom_op("bifocals::focus_forward", mutates_args=())
+def focus_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    membership: Tensor,
+    key_membership: Tensor,
+    segments: Tensor | None,
+    window: int,
+    sinks: int,
+    reach: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the pairs of the pattern."""
+    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal)
+    return sparse.forward(query, key, value, pattern, scale, softcap)
+
+
+@focus_forward.register_fake
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    batch, heads, length, dim = query.shape
+    precision = torch.promote_types(query.dtype, torch.float32)
+    return (
+        query.new_empty(batch, length, heads, dim).transpose(1, 2),
+        query.new_empty(batch, length, heads, dtype=precision).transpose(1, 2),
+    )
+
+
+@torch.library.custom_op("bifocals::focus_backward", mutates_args=())
+def focus_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    membership: Tensor,
+    key_membership: Tensor,
+    segments: Tensor | None,
+    window: int,
+    sinks: int,
+    reach: int,
+    is_causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal)
+    return sparse.backward(grad, query, key, value, out, lse, pattern, scale, softcap)
+
+
+@focus_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    query, key, value, membership, key_membership, segments, *ctx.options = inputs
+    ctx.save_for_backward(query, key, value, *output, membership, key_membership, segments)
+
+
+def _differentiate(ctx, grad, _):  # type: ignore[no-untyped-def]
+    gradients = focus_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, *[None] * (3 + len(ctx.options)))
+
+
+focus_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def as_pattern(
+    membership: Tensor,
+    key_membership: Tensor,
+    segments: Tensor | None,
+    window: int,
+    sinks: int,
+    reach: int,
+    is_causal: bool,
+) -> Pattern:
+    """One router for both sides: the finer of the two."""
+    routers = max(membership.shape[1], key_membership.shape[1])
+    membership, key_membership = (
+        side if side.shape[1] == routers else side.repeat_interleave(routers // side.shape[1], dim=1)
+        for side in (membership, key_membership)
+    )
+    starts = ends = None
+    if segments is not None:
+        keys = segments.shape[1]
+        starts = segment_starts(keys, segments, segments.device)
+        ends = keys - segment_starts(keys, segments.flip(1), segments.device).flip(1)
+    return Pattern(membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal)
+
+
+def segment_starts(keys: int, segments: Tensor | None, device: torch.device) -> Int[Tensor, "#batch key"]:
+    """The first position of each token's segment."""
+    position = torch.arange(keys, device=device)[None]
+    if segments is None:
+        return torch.zeros_like(position)
+    is_first = torch.ones_like(segments, dtype=torch.bool)
+    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return torch.where(is_first, position, 0).cummax(dim=1).values

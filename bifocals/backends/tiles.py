@@ -1,0 +1,236 @@
+"""How the pairs are cut into calls: near tiles on the diagonal, far tiles under a staircase.
+
+A tile is a few rows, the slice of keys that they read between them, and a mask on the edges of that slice. Far tiles
+with few keys are padded to one size and run together. A tile with many is split: the keys that all of its rows read need
+no mask and are one call; its edge is a tile with few keys.
+
+    x                                     x . . .   edge, run together with the edges of other tiles
+    x x                                   x x . .
+    x x x x x x x                         x x x x x x x . . .
+    x x x x x x x x x                     x x x x x x x x x .     <- four rows, seven keys without a mask, then an edge
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from bifocals.backends.pattern import Pattern, Staircase
+
+NEAR = 32  # rows of a near tile
+TILE = 256  # rows of a far tile
+BLOCK = 4  # tiles that share one call for the keys they all read: long calls then run at the speed of dense attention
+WIDE = 512  # keys that are worth a call of their own, without a mask
+SLACK = 64  # keys of padding that a narrow tile may always have; beyond, a quarter of its width
+TOGETHER = 1 << 21  # elements of the masks of tiles that are run together
+CLOSED = (
+    1e30  # taken off a logit for each step that a key lies outside; finite, so that a row without keys stays finite
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, the keys they read between them, and a mask: one tile by slices, or several by indices, padded."""
+
+    row: slice | Int[np.ndarray, "tile row"]
+    key: slice | Int[np.ndarray, "tile key"]
+    mask: Float[Tensor, "tile 1 row key"] | None
+    is_row: Bool[np.ndarray, "tile row"] | None = None  # False at padding
+    is_key: Bool[np.ndarray, "tile key"] | None = None
+    pool: slice | None = None  # with slices: all keys of the group
+    is_more: bool = False  # its rows have read other keys of this staircase, in an earlier tile
+
+    def to_rows(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile head row"]:
+        """Where the results of the rows go; those of padding go ``nowhere``."""
+        return _destination(where, self.row, self.is_row, nowhere)
+
+    def to_keys(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile head key"]:
+        return _destination(where, self.key, self.is_key, nowhere)
+
+
+def _destination(
+    where: np.ndarray, which: slice | np.ndarray, is_real: np.ndarray | None, nowhere: int
+) -> Int[np.ndarray, "tile head length"]:
+    if is_real is None:
+        return where[None, :, which]
+    return np.where(is_real[:, None], where[:, which].swapaxes(0, 1), nowhere)
+
+
+class Span(NamedTuple):
+    """Rows first .. last - 1 read keys from low on, all of them read left .. right - 1, and none reads high."""
+
+    first: int
+    last: int
+    low: int
+    left: int
+    right: int
+    high: int
+
+    @property
+    def width(self) -> int:
+        return self.high - self.low
+
+
+def far_tiles(staircase: Staircase, device: torch.device, dtype: torch.dtype) -> Iterator[Tile]:
+    """Every row in exactly one masked tile; before or after, in others that need no mask and are ``is_more``."""
+    masked: list[Span] = []
+    whole: list[Tile] = []
+    for group in _spans(staircase):
+        pool = slice(group[0].low, group[-1].high)
+        for first in range(0, len(group), BLOCK):
+            block = group[first : first + BLOCK]
+            if block[-1].left > block[0].low:
+                # Rows that do not begin with the same key: masked from end to end.
+                masked += block
+                continue
+            leader = block[0]
+            shared = leader.right if leader.right - leader.low >= WIDE and leader.high > leader.right else leader.low
+            if shared > block[0].low:
+                whole.append(_whole(block[0].first, block[-1].last, block[0].low, shared, pool))
+            for span in block:
+                edge = span.right if span.right - shared >= WIDE and span.high > span.right else shared
+                if edge > shared:
+                    whole.append(_whole(span.first, span.last, shared, edge, pool))
+                masked.append(span._replace(low=edge, left=edge))
+    masked.sort(key=lambda span: span.width)
+    rows = max(span.last - span.first for span in masked)
+    while masked:
+        most = 1.25 * masked[0].width + SLACK
+        some = [span for span in masked[: max(1, TOGETHER // int(rows * most))] if span.width <= most]
+        yield _together(staircase, some, device, dtype)
+        masked = masked[len(some) :]
+    yield from whole
+
+
+def _whole(first: int, last: int, low: int, high: int, pool: slice) -> Tile:
+    return Tile(slice(first, last), slice(low, high), None, pool=pool, is_more=True)
+
+
+def _spans(staircase: Staircase) -> list[list[Span]]:
+    """Cut the rows of each group into tiles of about equal size."""
+    ends = [0]
+    for size in staircase.sizes:
+        start, pieces = ends[-1], math.ceil(size / TILE)
+        ends += [start + size * piece // pieces for piece in range(1, pieces + 1)]
+    first, last = np.array(ends[:-1]), np.array(ends[1:]) - 1
+    bounds = [bound[row].tolist() for bound in (staircase.low, staircase.high) for row in (first, last)]
+    spans = iter([Span(*numbers) for numbers in zip(ends[:-1], ends[1:], *bounds)])
+    return [list(islice(spans, math.ceil(size / TILE))) for size in staircase.sizes]
+
+
+def _together(staircase: Staircase, spans: list[Span], device: torch.device, dtype: torch.dtype) -> Tile:
+    """Tiles padded to the largest of them."""
+    first, last, low, _, _, high = np.array(spans).T[..., None]
+    row = first + np.arange((last - first).max())
+    key = low + np.arange((high - low).max())
+    is_row, is_key = row < last, key < high
+    row, key = np.where(is_row, row, first), np.where(is_key, key, low)
+    ragged = any(span.left > span.low for span in spans)
+    some_low = torch.from_numpy(staircase.low[row] - low) if ragged else None
+    some_high = torch.from_numpy(np.where(is_row, staircase.high[row] - low, 0))
+    mask = interval_mask(some_low, some_high, key.shape[1], device, dtype)[:, None]
+    return Tile(row, key, mask, is_row, is_key)
+
+
+def interval_mask(
+    low: Int[Tensor, "*shape"] | None, high: Int[Tensor, "*shape"], keys: int, device: torch.device, dtype: torch.dtype
+) -> Float[Tensor, "*shape key"]:
+    """0 where low <= key < high, for keys 0, 1, ...; far below every logit elsewhere."""
+    # Arithmetic on floats: several times as fast as comparing integers and choosing.
+    key = _steps(keys, device)
+    mask = (high.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None] - key).clamp_(max=0)
+    if low is not None:
+        mask += (key - low.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None]).clamp_(max=0)
+    if torch.finfo(dtype).max < CLOSED * keys:
+        mask.clamp_(min=torch.finfo(dtype).min / 2)
+    return mask.to(dtype)
+
+
+@lru_cache(maxsize=64)
+def _steps(keys: int, device: torch.device) -> Float[Tensor, " key"]:
+    return torch.arange(keys, dtype=torch.float32, device=device) * CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class NearTile:
+    """Rows on the diagonal of one row of the batch and the keys around them; or several such tiles, at equal steps."""
+
+    batch: int
+    row: int
+    rows_each: int
+    key: int
+    keys_each: int
+    step: int
+    count: int
+    mask: Float[Tensor, "#tile 1 row key"]
+
+    def rows(self, tensor: Float[Tensor, "batch head query dim"]) -> Float[Tensor, "tile head row dim"]:
+        return self._cut(tensor, self.row, self.rows_each)
+
+    def keys(self, tensor: Float[Tensor, "batch kv_head key dim"]) -> Float[Tensor, "tile kv_head key dim"]:
+        return self._cut(tensor, self.key, self.keys_each)
+
+    def _cut(self, tensor: Tensor, start: int, length: int) -> Tensor:
+        used = tensor[self.batch, :, start : start + (self.count - 1) * self.step + length]
+        return used.unfold(1, length, self.step).permute(1, 0, 3, 2)
+
+
+def near_tiles(query: Tensor, pattern: Pattern, *, is_disjoint: bool = False) -> Iterator[NearTile]:
+    """Tiles that cover the window of every query.
+
+    ``is_disjoint``: the tiles of one call share no keys, so that gradients can be added in place.
+    """
+    width = NEAR
+    after = 0 if pattern.is_causal else pattern.window
+    span = pattern.window + width + after
+    # Regular tiles are whole and all their keys exist; those at the two ends are cut to size, each alone.
+    first = min(max(0, math.ceil((pattern.window - pattern.offset) / width)), math.ceil(pattern.queries / width))
+    last = max(first, (pattern.queries - after) // width)
+    phases = math.ceil(span / width) if is_disjoint else 1
+    most = max(1, TOGETHER // (width * max(query.shape[1] * query.shape[3], span)))
+    for batch in range(query.shape[0]):
+        for begin, stop in ((0, min(first * width, pattern.queries)), (last * width, pattern.queries)):
+            for row in range(begin, stop, TILE):
+                rows = min(TILE, stop - row)
+                low = max(0, pattern.offset + row - pattern.window)
+                high = min(pattern.keys, pattern.offset + row + rows + after)
+                where = (row, rows, low, high - low, 1, 1)
+                yield NearTile(batch, *where, _near_mask(pattern, batch, *where, query.dtype))
+        for phase in range(phases):
+            for begin in range(first + phase, last, phases * most):
+                count = min(most, math.ceil((last - begin) / phases))
+                key = pattern.offset + begin * width - pattern.window
+                where = (begin * width, width, key, span, phases * width, count)
+                yield NearTile(batch, *where, _near_mask(pattern, batch, *where, query.dtype))
+
+
+def _near_mask(
+    pattern: Pattern, batch: int, row: int, rows: int, key: int, keys: int, step: int, count: int, dtype: torch.dtype
+) -> Float[Tensor, "#tile 1 row key"]:
+    """Which of its keys each row reads. Without segments all tiles of a call have the same mask."""
+    apart = min(pattern.window, pattern.reach - 1)
+    device = pattern.membership.device
+    if pattern.segments is None:
+        return _band(rows, keys, pattern.offset + row - key, apart, 0 if pattern.is_causal else apart, dtype, device)
+    shift = torch.arange(count, device=device)[:, None] * step
+    index = shift + torch.arange(pattern.offset + row, pattern.offset + row + rows, device=device)  # (tile, row)
+    low = torch.maximum(index - apart, pattern.starts[batch, index])
+    high = torch.minimum(index if pattern.is_causal else index + apart, pattern.ends[batch, index] - 1)
+    first = shift + key
+    return interval_mask(low - first, high - first + 1, keys, device, dtype)[:, None]
+
+
+@lru_cache(maxsize=64)
+def _band(
+    rows: int, keys: int, diagonal: int, before: int, after: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "1 1 row key"]:
+    """The mask of a window: row r lies at key r + diagonal. Short, and the same at every call, so it is kept."""
+    center = torch.arange(diagonal, diagonal + rows, device=device)
+    return interval_mask(center - before, center + after + 1, keys, device, dtype)[None, None]
