@@ -1,4 +1,4 @@
-"""What the operators accept. Each error says what was expected, what came, and what to do; nothing is computed before."""
+"""What the operators accept. Each error says what was expected, what came and what to do, before any work."""
 
 import torch
 from torch import Tensor
@@ -15,17 +15,18 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name}: expected a floating-point tensor, got {tensor.dtype}. Convert it first.")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(
-            f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype}, {value.dtype}. Convert them to one."
+            f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype}, {value.dtype}. Convert them."
         )
     if not query.device == key.device == value.device:
         raise ValueError(
-            f"query, key, value: expected one device, got {query.device}, {key.device}, {value.device}. Move them to one."
+            f"query, key, value: expected one device, got {query.device}, {key.device}, {value.device}. Move them."
         )
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"key and value: expected the same (batch, kv_head, length), got {tuple(key.shape)} and {tuple(value.shape)}."
+            f"key and value: expected the same (batch, kv_head, length), got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}. Pass the values of the same tokens."
         )
     if key.shape[0] != batch or key.shape[3] != dim:
         raise ValueError(
@@ -126,8 +127,8 @@ def temperature_per_query(temperature: Tensor, query: Tensor) -> Tensor:
     )
     if not fits or not temperature.is_floating_point():
         raise ValueError(
-            f"temperature: expected a number or floats of shape (), (head,), (batch, query), (batch, head, query) or four "
-            f"dimensions that broadcast to ({batch}, {heads}, {queries}, 1), got {temperature.dtype} of shape "
-            f"{tuple(temperature.shape)}."
+            f"temperature: expected a number or floats of shape (), (head,), (batch, query), (batch, head, query) or "
+            f"four dimensions that broadcast to ({batch}, {heads}, {queries}, 1), got {temperature.dtype} of shape "
+            f"{tuple(temperature.shape)}. Reshape it."
         )
     return shaped

@@ -88,7 +88,8 @@ class FocusConfig:
     @classmethod
     def paper(cls, **options: Any) -> "FocusConfig":
         """The method as printed. In a decoder it reads the future, so pass ``allow_look_ahead=True`` there."""
-        printed = dict(routers="layer", sides="same", score="dot", balance="sinkhorn", gate="sigmoid", sinks=0, top_k=1)
+        printed: dict[str, Any] = {"routers": "layer", "sides": "same", "score": "dot", "balance": "sinkhorn"}
+        printed |= {"gate": "sigmoid", "sinks": 0, "top_k": 1}
         return cls(**{**printed, **options})
 
 

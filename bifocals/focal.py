@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bifocals.checks import check_heads, check_positive, check_segments, temperature_per_query
+from bifocals.segments import blank_padding, is_padding, visible_pairs
 
 
 def focal_attention(
@@ -36,7 +37,8 @@ def focal_attention(
 ) -> Float[Tensor, "batch head query value_dim"]:
     """Attention whose softmax is sharpened by ``temperature``: a number, or a tensor per layer, head or token.
 
-    ``segments`` pack several sequences in a row (-1: padding, which returns 0); ``reach`` is a sliding window, i - j < reach.
+    ``segments`` pack several sequences in a row (-1: padding, which returns 0); ``reach`` is a sliding window,
+    i - j < reach.
 
     >>> q = k = v = torch.ones(1, 2, 5, 4)
     >>> focal_attention(q, k, v, temperature=0.4).shape
@@ -63,42 +65,11 @@ def focal_attention(
     return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
 
 
-def visible_pairs(
-    queries: int,
-    keys: int,
-    segments: Int[Tensor, "batch key"] | None,
-    is_causal: bool,
-    reach: int | None,
-    device: torch.device,
-) -> Bool[Tensor, "#batch 1 query key"]:
-    """What the base pattern reads: same segment, not the future, within reach. Padding reads padding: no row is empty."""
-    position = torch.arange(keys, device=device)
-    apart = position[keys - queries :, None] - position
-    pairs = apart >= 0 if is_causal else torch.ones_like(apart, dtype=torch.bool)
-    if reach is not None:
-        pairs &= apart.abs() < reach
-    if segments is None:
-        return pairs[None, None]
-    return (pairs & (segments[:, keys - queries :, None] == segments[:, None, :]))[:, None]
-
-
-def is_padding(segments: Int[Tensor, "batch key"], length: int) -> Bool[Tensor, "batch 1 length 1"]:
-    return (segments[:, segments.shape[1] - length :] < 0)[:, None, :, None]
-
-
-def blank_padding(query: Tensor, key: Tensor, value: Tensor, segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros in place of whatever padding holds: a masked logit of NaN would still be NaN."""
-    in_keys = is_padding(segments, key.shape[2])
-    return (
-        query.masked_fill(is_padding(segments, query.shape[2]), 0.0),
-        key.masked_fill(in_keys, 0.0),
-        value.masked_fill(in_keys, 0.0),
-    )
-
-
 def soft_clamp(raw: Tensor, minimum: float, maximum: float) -> Tensor:
-    """Into (minimum, maximum), by x / (1 + |x|): its slope falls with the square of x and so never underflows to zero,
-    as that of a sigmoid does."""
+    """Into (minimum, maximum), by x / (1 + |x|).
+
+    Its slope falls with the square of x, so it never underflows to zero as that of a sigmoid does.
+    """
     return minimum + (maximum - minimum) * (1 + nn.functional.softsign(raw)) / 2
 
 
@@ -152,7 +123,7 @@ class LearnedTemperature(nn.Module):
         self.bias = nn.Parameter(torch.full((outputs,), inverse_soft_clamp(start, minimum, maximum)))
 
     def raw(self, hidden: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length outputs"]:
-        """x w + b, in float32 at least: what is averaged and clamped."""
+        """What is averaged and clamped, x w + b, in float32 at least."""
         precision = torch.promote_types(hidden.dtype, torch.float32)
         return nn.functional.linear(hidden.to(precision), self.weight.to(precision), self.bias.to(precision))
 

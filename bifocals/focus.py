@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bifocals.backends.dense import dense_attention
-from bifocals.backends.operator import focus_forward, segment_starts
+from bifocals.backends.operator import focus_forward
 from bifocals.checks import (
     check_counts,
     check_heads,
@@ -37,7 +37,8 @@ from bifocals.checks import (
     check_segments,
     temperature_per_query,
 )
-from bifocals.focal import blank_padding, focal_attention, is_padding, visible_pairs
+from bifocals.focal import focal_attention
+from bifocals.segments import blank_padding, is_padding, segment_starts, visible_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,11 @@ def focus_attention(
     is_causal: bool = True,
     backend: Literal["auto", "dense", "sdpa"] = "auto",
 ) -> Float[Tensor, "batch head query value_dim"]:
-    """Attention over the near, sink and same-group pairs of each query; queries shorter than keys are the last positions.
+    """Attention over the near, sink and same-group pairs of each query; fewer queries than keys are the last positions.
 
     ``membership`` says which groups a query reads, ``key_membership`` (None: the same) which a key is in. ``segments``
-    pack several sequences in a row (-1: padding, which returns 0); ``reach`` is a sliding window of the base, i - j < reach.
+    pack several sequences in a row (-1: padding, which returns 0); ``reach`` is the base's own sliding window,
+    i - j < reach.
 
     >>> q = k = v = torch.randn(1, 2, 300, 16)
     >>> groups = torch.nn.functional.one_hot(torch.randint(8, (1, 1, 300)), 8).bool()
@@ -90,8 +92,10 @@ def focus_attention(
     if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
     if backend == "auto":
-        backend = fastest_backend(query, key, membership, key_membership, window, segments, softcap, temperature, reach)
-    if backend == "sdpa":
+        choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature)
+    else:
+        choice = backend
+    if choice == "sdpa":
         return _sparse(
             query,
             key,
@@ -107,12 +111,15 @@ def focus_attention(
             reach,
             is_causal,
         )
-    if backend == "full" and softcap is None:
+    if choice == "full":
         return focal_attention(
             query, key, value, temperature=temperature, scale=scale, segments=segments, reach=reach, is_causal=is_causal
         )
     pairs = focus_pairs(query, key, membership, key_membership, window, sinks, segments, reach, is_causal)
     return _dense(query, key, value, pairs, segments, scale=scale, temperature=temperature, softcap=softcap)
+
+
+Choice = Literal["full", "dense", "sdpa"]
 
 
 def fastest_backend(
@@ -121,25 +128,25 @@ def fastest_backend(
     membership: Tensor,
     key_membership: Tensor,
     window: int,
-    segments: Tensor | None,
     softcap: float | None,
     temperature: float | Tensor,
-    reach: int | None,
-) -> Literal["full", "dense", "sdpa"]:
-    """The cheapest exact way: plain attention where the pattern is full, a mask where it is short, else only its pairs."""
+) -> Choice:
+    """The cheapest exact way: plain attention if the pattern is full, a mask if it is short, else only its pairs."""
     queries, keys = query.shape[2], key.shape[2]
     if torch.compiler.is_compiling():
         return "dense" if queries * keys <= SHORT * SHORT else "sdpa"  # neither contents nor the log can be looked at
-    if window >= keys - 1 or bool((_common_groups(membership) & _common_groups(key_membership)).any(dim=-1).all()):
-        choice, reason = ("full", "every pair is read") if softcap is None else ("dense", "every pair is read, softcap")
-    elif softcap is not None and isinstance(temperature, Tensor):
-        choice, reason = "dense", "a softcap with a learned temperature"
+    choice: Choice
+    is_full = window >= keys - 1 or bool((_common_groups(membership) & _common_groups(key_membership)).any(1).all())
+    if is_full and softcap is None:
+        choice, reason = "full", "every pair is read"
+    elif is_full or (softcap is not None and isinstance(temperature, Tensor)):
+        choice, reason = "dense", "a softcap, and every pair or a temperature tensor"
     elif queries * keys <= SHORT * SHORT:
         choice, reason = "dense", f"at most {SHORT} x {SHORT} pairs"
     else:
         choice, reason = "sdpa", f"more than {SHORT} x {SHORT} pairs"
     _log_choice(choice, reason)
-    return choice  # type: ignore[return-value]
+    return choice
 
 
 def _common_groups(membership: Tensor) -> Bool[Tensor, "batch group"]:

@@ -15,8 +15,8 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 
 from bifocals.backends.dense import dense_attention
 from bifocals.config import FocusConfig
-from bifocals.focal import focal_attention, is_padding, visible_pairs
-from bifocals.focus import segment_starts
+from bifocals.focal import focal_attention
+from bifocals.segments import is_padding, segment_starts, visible_pairs
 
 NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
 

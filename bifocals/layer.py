@@ -13,9 +13,10 @@ from bifocals.cache import Companion, companion_of, last_sums, nothing_remembere
 from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
-from bifocals.focus import focus_attention, segment_starts, soft_focus_attention
+from bifocals.focus import focus_attention, soft_focus_attention
 from bifocals.interface import BasePattern, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.routing import Router
+from bifocals.segments import segment_starts
 from bifocals.tape import Tape
 
 Mode = Literal["soft", "hard", "off"]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from bifocals.config import FocusConfig
-from bifocals.focal import visible_pairs
 from bifocals.focus import always_read
 from bifocals.routing import dominance
+from bifocals.segments import visible_pairs
 from bifocals.tape import Tape
 
 ROWS_AT_ONCE = 512  # queries: pairs are counted in blocks, so that memory grows with the length alone

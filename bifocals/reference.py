@@ -38,8 +38,7 @@ def visible_pairs(
     is_causal: bool,
     reach: int | None = None,
 ) -> Bool[Tensor, "batch 1 query key"]:
-    """The pairs that plain attention reads: same segment, neither one padding, not in the future if causal, and less
-    than ``reach`` apart if the model has a sliding window."""
+    """The pairs that plain attention reads: same segment, no padding, not in the future, less than ``reach`` apart."""
     if segments is None:
         segments = torch.zeros(batch, keys, dtype=torch.long)
     of_query = segments[:, keys - queries :]
@@ -136,7 +135,7 @@ def focal_attention(
     is_causal: bool = True,
     reach: int | None = None,
 ) -> Tensor:
-    """softmax(q k^T / (temperature sqrt(dim))) v, the temperature a number or broadcast over (batch, head, query, 1)."""
+    """Softmax of q k^T / (temperature sqrt(dim)); the temperature a number, or one that broadcasts over queries."""
     pairs = visible_pairs(query.shape[0], query.shape[2], key.shape[2], segments, is_causal, reach).to(query.device)
     return attention(query, key, value, pairs, temperature=temperature, scale=scale, softcap=softcap)
 
@@ -211,7 +210,7 @@ def soft_focus_attention(
     is_causal: bool = True,
     reach: int | None = None,
 ) -> Tensor:
-    """Every visible pair, the far ones gated by a = g_i.g_j: ``log`` adds log(a), ``sigmoid`` multiplies by sigmoid(slope a)."""
+    """Every visible pair, the far ones gated by a = g_i.g_j: logit + log(a), or logit * sigmoid(slope a)."""
     batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     pairs = visible_pairs(batch, queries, keys, segments, is_causal, reach).to(query.device)
     near = distance(queries, keys, query.device).abs() <= window

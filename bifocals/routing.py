@@ -1,7 +1,7 @@
 """Routing (Focus, arXiv 2604.03260): learned centroids sort tokens into groups.
 
-    scores        s_ig = cos(h_i W, c_g) / tau                         the paper: (h_i W) . c_g / tau, one W for both sides
-    gates         queries softmax(s),  keys softmax(s + b)             b_g: one potential per group, equalises the groups
+    scores        s_ig = cos(h_i W, c_g) / tau                  the paper: (h_i W) . c_g / tau, one W for both sides
+    gates         queries softmax(s),  keys softmax(s + b)      b_g: a potential that equalises the groups
     membership    the top-k groups of a query; the one group of a key
 
 Sinkhorn, as printed, equalises the groups over the sequence at hand: a token's group then depends on

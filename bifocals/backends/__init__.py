@@ -1,1 +1,1 @@
-"""How a pattern is executed: one attention call that keeps its log-sum-exp, all pairs with a mask, or only those kept."""
+"""How a pattern is executed: all pairs with a mask, or only those that are kept."""

@@ -1,6 +1,6 @@
 """All pairs, with a mask: the plain way, for short sequences, soft gates and softcaps.
 
-    logits = q k^T * scale;   softcap * tanh(logits / softcap);   / temperature;   * factor;   + bias;   masked where no pair
+    q k^T * scale   ->   softcap * tanh(. / softcap)   ->   / temperature   ->   * factor   ->   + bias   ->   softmax
 
 Where neither softcap nor factor is asked for this is one call of torch's fused attention.
 """

@@ -1,11 +1,11 @@
 """The sparse path as one operator of torch: autograd sees an exact backward, torch.compile sees one opaque node."""
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from bifocals.backends import sparse
 from bifocals.backends.pattern import Pattern
+from bifocals.segments import segment_starts
 
 
 @torch.library.custom_op("bifocals::focus_forward", mutates_args=())
@@ -100,13 +100,3 @@ def as_pattern(
         starts = segment_starts(keys, segments, segments.device)
         ends = keys - segment_starts(keys, segments.flip(1), segments.device).flip(1)
     return Pattern(membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal)
-
-
-def segment_starts(keys: int, segments: Tensor | None, device: torch.device) -> Int[Tensor, "#batch key"]:
-    """The first position of each token's segment."""
-    position = torch.arange(keys, device=device)[None]
-    if segments is None:
-        return torch.zeros_like(position)
-    is_first = torch.ones_like(segments, dtype=torch.bool)
-    is_first[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return torch.where(is_first, position, 0).cummax(dim=1).values

@@ -186,12 +186,18 @@ def staircases(pattern: Pattern, order: KeyOrder) -> Iterator[Staircase]:
             if len(reading):
                 cuts = np.flatnonzero(np.diff(bucket[reading])) + 1
                 sizes = np.diff(cuts, prepend=0, append=len(reading)).tolist()
-                rows = (of_row[reading] for of_row in (stream, position - pattern.offset, low, high))
-                yield Staircase(*rows, sizes, is_first=turn == side == 0)
+                yield Staircase(
+                    stream[reading],
+                    position[reading] - pattern.offset,
+                    low[reading],
+                    high[reading],
+                    sizes,
+                    is_first=turn == side == 0,
+                )
 
 
 class Heads:
-    """The vectors of a (batch, head, length, dim) tensor as one list, from which a router's heads are taken by place."""
+    """The vectors of a (batch, head, length, dim) tensor as one list; a router's heads are taken from it by place."""
 
     def __init__(self, tensor: Tensor, routers: int) -> None:
         _, heads, length, dim = tensor.shape

@@ -1,13 +1,17 @@
 """How the pairs are cut into calls: near tiles on the diagonal, far tiles under a staircase.
 
-A tile is a few rows, the slice of keys that they read between them, and a mask on the edges of that slice. Far tiles
-with few keys are padded to one size and run together. A tile with many is split: the keys that all of its rows read need
-no mask and are one call; its edge is a tile with few keys.
+A tile is a few rows, the slice of keys that they read between them, and a mask on the edge of that slice. The keys that
+all rows of a tile read need no mask: where they are many they are a call of their own, and where they are very many,
+one call for several tiles. The masked edges are padded to one size and run together.
 
-    x                                     x . . .   edge, run together with the edges of other tiles
-    x x                                   x x . .
-    x x x x x x x                         x x x x x x x . . .
-    x x x x x x x x x                     x x x x x x x x x .     <- four rows, seven keys without a mask, then an edge
+    1                       1  masked edges of tiles of two rows
+    1 1                     2  a tile's keys without a mask
+    2 2 1                   3  the same, shared by two tiles
+    2 2 1 1 1
+    3 3 3 3 3 1
+    3 3 3 3 3 1 1
+    3 3 3 3 3 2 2 1
+    3 3 3 3 3 2 2 1 1 1
 """
 
 import math
@@ -217,7 +221,7 @@ def _near_mask(
     """Which of its keys each row reads. Without segments all tiles of a call have the same mask."""
     apart = min(pattern.window, pattern.reach - 1)
     device = pattern.membership.device
-    if pattern.segments is None:
+    if pattern.starts is None or pattern.ends is None:
         return _band(rows, keys, pattern.offset + row - key, apart, 0 if pattern.is_causal else apart, dtype, device)
     shift = torch.arange(count, device=device)[:, None] * step
     index = shift + torch.arange(pattern.offset + row, pattern.offset + row + rows, device=device)  # (tile, row)
