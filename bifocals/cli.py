@@ -1,0 +1,184 @@
+"""The command line: parse, call, print."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bifocals import __version__
+
+console = Console()
+
+
+class Lengths(click.ParamType):
+    """Several whole numbers, separated by commas."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"expected whole numbers separated by commas, like 1024,4096; got {value!r}.", param, ctx)
+        if min(numbers) < 1:
+            self.fail(f"expected lengths of at least 1, got {min(numbers)}.", param, ctx)
+        return numbers
+
+
+class Commands(click.Group):
+    """Errors that are the user's to mend are printed as one message, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__)
+def main() -> None:
+    """Two lenses for transformers: Focal sharpens attention, Focus selects what is worth attending to."""
+
+
+@main.group()
+def bench() -> None:
+    """Measure, side by side with what you have, on this machine."""
+
+
+@bench.command("attention")
+@click.option("--lengths", type=Lengths(), default="1024,4096,16384", help="Sequence lengths.")
+@click.option("--groups", type=click.IntRange(1), default=8, help="Groups that the tokens are in.")
+@click.option("--top-k", type=click.IntRange(1), default=1, help="Groups that each query reads; keys are in one.")
+@click.option("--window", type=click.IntRange(0), default=128, help="Keys at most this far away are always read.")
+@click.option("--sinks", type=click.IntRange(0), default=0, help="First tokens that are always read.")
+@click.option("--heads", type=click.IntRange(1), default=2, help="Attention heads, each with its own groups.")
+@click.option("--dim", type=click.IntRange(1), default=64, help="Size of a head.")
+@click.option("--repeats", type=click.IntRange(1), default=5, help="Timed runs of each; medians are reported.")
+@click.option("--backward", is_flag=True, help="Time forward and backward together.")
+@click.option(
+    "--sides",
+    type=click.Choice(["same", "separate"]),
+    default="same",
+    help="With one group per query: the group of its own key, or one drawn apart. More groups are always drawn apart.",
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here.")
+def bench_attention(json_path: Path | None, **options: Any) -> None:
+    """Focus attention against dense causal attention: one call of each, in turns, checked against the oracle first.
+
+    speedup is dense time over Focus time; bound is what the pattern allows (all causal pairs over those kept).
+    """
+    from bifocals.benchmarks import attention, measuring
+
+    if options["top_k"] > options["groups"]:
+        raise click.BadParameter(f"expected at most the {options['groups']} groups, got {options['top_k']}.")
+    setting = attention.Setting(**options)
+    with _progress() as progress:
+        task = progress.add_task("checking against the oracle", total=2 * len(setting.lengths))
+
+        def on_row(row: dict[str, Any]) -> None:
+            progress.update(task, advance=1, description=f"{row['length']} tokens, {row['groups']} groups")
+
+        result = attention.run(setting, on_row)
+    console.print(_attention_table(result["rows"]))
+    if json_path is not None:
+        measuring.write_json(json_path, result)
+        console.print(f"Written to {json_path}.")
+
+
+def _attention_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Focus against dense causal attention (memory: of Focus, in sizes of its inputs)", box=SIMPLE)
+    for name in ("tokens", "groups", "dense s", "Focus s", "speedup", "bound", "pairs", "memory", "error"):
+        table.add_column(name, justify="left" if name == "groups" else "right")
+    for row in rows:
+        table.add_row(
+            f"{row['length']:,}",
+            "even" if row["groups"] == "balanced" else "uneven",
+            f"{row['dense_seconds']:.4f}",
+            f"{row['focus_seconds']:.4f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['bound']:.2f}x",
+            f"{row['pairs_kept']:.1%}",
+            f"{row['focus_peak_bytes'] / row['input_bytes']:.1f}",
+            f"{row['max_error']:.0e}",
+        )
+    return table
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--lens", "lens_folder", help="A saved lens; without it, untrained ones of the kinds below are put on.")
+@click.option("--focal", "temperature", type=float, help="Put Focal on, with this temperature.")
+@click.option("--focus/--no-focus", default=True, help="Put Focus on, with its defaults.")
+@click.option(
+    "--mode", type=click.Choice(["hard", "soft"]), default="hard", help="Run Focus sparsely, or by its gates."
+)
+def check(model: str, lens_folder: str | None, temperature: float | None, focus: bool, mode: str) -> None:
+    """Run the promises on MODEL: off is off, no look-ahead, decode equals prefill, padding, save and load.
+
+    MODEL is smollm2-135m, a folder, a GGUF file or a name on the hub. Exit code 1 if a promise is broken.
+    """
+    from bifocals import FocalConfig, FocusConfig, attach, load
+    from bifocals.models import load_model
+    from bifocals.promises import check as run_promises
+
+    if lens_folder is not None and temperature is not None:
+        raise click.UsageError("a saved lens has its own temperature: expected --lens or --focal, got both.")
+    configs = [FocalConfig(temperature=temperature)] if temperature is not None else []
+    if lens_folder is None and not configs and not focus:
+        raise click.UsageError("nothing to check: expected --focal, --focus or --lens, got none of them.")
+    loaded = load_model(model)
+    if lens_folder is not None:
+        lens = load(loaded.model, lens_folder)
+    else:
+        lens = attach(loaded.model, *configs, *([FocusConfig()] if focus else []))
+    lens.mode = mode  # type: ignore[assignment]
+    report = run_promises(loaded.model, loaded.tokenizer)
+    console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    sys.exit(0 if report.is_kept else 1)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the stock checkpoint; new.")
+@click.option("--temperature", type=float, default=0.4, help="The temperature that goes into the weights.")
+@click.option("--lens", "lens_folder", help="Fold the temperature of this saved lens instead.")
+def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> None:
+    """Put a constant temperature into the weights of MODEL, so that any engine runs it, without bifocals."""
+    from bifocals import FocalConfig, attach, load
+    from bifocals import fold as fold_in
+    from bifocals.models import load_model
+
+    if out.exists():
+        raise click.BadParameter(f"expected a folder that does not exist yet, got {out}. Choose another or remove it.")
+    loaded = load_model(model)
+    if lens_folder is None:
+        attach(loaded.model, FocalConfig(temperature=temperature))
+    else:
+        load(loaded.model, lens_folder)
+    stock = fold_in(loaded.model)
+    stock.save_pretrained(out)
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save_pretrained(out)
+    console.print(f"Written to {out}: a stock checkpoint; transformers loads it without bifocals.")
+
+
+@main.command()
+def demo() -> None:
+    """Show the operators and the lens on this machine, in a minute or two."""
+    from bifocals.demo import run
+
+    run(console)
