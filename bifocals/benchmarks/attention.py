@@ -1,8 +1,9 @@
 """How much faster is Focus attention than dense causal attention, on this machine?
 
 ``speedup`` is dense seconds over Focus seconds for one call of the operator, both on the same tensors, in turns, with
-torch's fused attention underneath; finding the groups is not part of it. ``bound`` is what the pattern allows: all causal
-pairs over the pairs kept. ``fraction_of_bound`` says how much of that is reached. It does not say how fast a model is.
+torch's fused attention underneath; finding the groups is not part of it. ``bound`` is what the pattern allows: all
+causal pairs over the pairs kept. ``fraction_of_bound`` says how much of that is reached. How fast a model is, it does
+not say.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class WrongResult(RuntimeError):
 
 
 def draw_membership(setting: Setting, length: int, *, is_balanced: bool) -> tuple[Tensor, Tensor]:
-    """Random groups of queries and keys, keys in one; with top_k 1 and sides 'same' queries are in that of their key."""
+    """Random groups of queries and keys, keys in one; with top_k 1 and sides 'same' a query is in that of its key."""
     share = torch.ones(setting.groups)
     if not is_balanced and setting.groups > 1:
         share[0] = UNBALANCED
