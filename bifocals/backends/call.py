@@ -100,13 +100,13 @@ def _plain_logits(
     return logits if mask is None else logits + mask, slope
 
 
-def _repeat(tensor: Keys, query: Rows) -> Rows:
+def _repeat(tensor: Keys, query: Rows) -> Float[Tensor, "batch head key dim"]:
     """Give every query head its own copy of its key-value head."""
     times = query.shape[1] // tensor.shape[1]
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
-def _fold(gradient: Rows, like: Keys) -> Keys:
+def _fold(gradient: Float[Tensor, "batch head key dim"], like: Keys) -> Keys:
     """The reverse of ``_repeat``: sum over the query heads that share a key-value head."""
     if gradient.shape[1] == like.shape[1]:
         return gradient

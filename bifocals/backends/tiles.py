@@ -178,7 +178,7 @@ class NearTile:
     def rows(self, tensor: Float[Tensor, "batch head query dim"]) -> Float[Tensor, "tile head row dim"]:
         return self._cut(tensor, self.row, self.rows_each)
 
-    def keys(self, tensor: Float[Tensor, "batch kv_head key dim"]) -> Float[Tensor, "tile kv_head key dim"]:
+    def keys(self, tensor: Float[Tensor, "batch kv_head key dim"]) -> Float[Tensor, "tile kv_head tile_key dim"]:
         return self._cut(tensor, self.key, self.keys_each)
 
     def _cut(self, tensor: Tensor, start: int, length: int) -> Tensor:
