@@ -28,7 +28,7 @@ from bifocals.tape import Tape
 # the second relative to the largest logit. In half precision, as many roundings as that dtype makes.
 TIE, DIFFERENCE = 1e-3, 2e-4
 ROUNDINGS = {"tie": 64, "difference": 16}
-LONGEST = 512  # tokens: enough to be longer than most windows
+SHORTEST, LONGEST = 64, 512  # tokens: longer than most windows, short enough to wait for
 DECODED = 12  # tokens decoded one by one
 
 
@@ -286,7 +286,7 @@ def _tokens(lens: Lens, tokenizer: Any, text: str | None) -> Tensor:
     config = lens.model.config.get_text_config()
     window = 0 if lens.focus is None else lens.focus.window + lens.focus.sinks
     longest = getattr(config, "max_position_embeddings", None) or LONGEST
-    length = min(max(96, 2 * window), LONGEST, longest)
+    length = min(max(SHORTEST, 2 * window), LONGEST, longest)
     device = next(lens.model.parameters()).device
     if tokenizer is None:
         drawn = torch.randint(3, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ from bifocals import FocalConfig, FocusConfig, attach, check, fold, load
 from bifocals.models import load_model
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
-FOCAL, FOCUS = FocalConfig(temperature=0.4), FocusConfig(window=32)
+FOCAL, FOCUS = FocalConfig(temperature=0.4), FocusConfig(window=16)
 PROMPT = "The lens of the eye bends light so that"
 
 
@@ -27,8 +27,8 @@ def model(loaded):
 
 @pytest.mark.parametrize(
     ("configs", "mode"),
-    [([FOCAL], "hard"), ([FOCUS], "soft"), ([FOCUS], "hard"), ([FOCAL, FOCUS], "soft"), ([FOCAL, FOCUS], "hard")],
-    ids=["focal", "focus-soft", "focus-hard", "both-soft", "both-hard"],
+    [([FOCAL], "hard"), ([FOCUS], "soft"), ([FOCUS], "hard"), ([FOCAL, FOCUS], "hard")],
+    ids=["focal", "focus-soft", "focus-hard", "both"],
 )
 def test_the_real_model_keeps_every_promise(model, loaded, configs, mode):
     attach(model, *configs).mode = mode
