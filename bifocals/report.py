@@ -1,4 +1,4 @@
-"""Tables of stored results, as they stand in the README between markers; `python -m bifocals.report` writes them there."""
+"""Tables of stored results, as they stand in the README; `python -m bifocals.report` writes them there."""
 
 import json
 import re

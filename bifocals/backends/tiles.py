@@ -33,7 +33,7 @@ TILE = 256  # rows of a far tile
 BLOCK = 4  # tiles that share one call for the keys they all read: long calls then run at the speed of dense attention
 WIDE = 512  # keys that are worth a call of their own, without a mask
 SLACK = 64  # keys of padding that a narrow tile may always have; beyond, a quarter of its width
-TOGETHER = 1 << 21  # elements of the masks of tiles that are run together
+TOGETHER = 1 << 20  # elements of the masks of tiles that are run together
 CLOSED = (
     1e30  # taken off a logit for each step that a key lies outside; finite, so that a row without keys stays finite
 )
@@ -105,10 +105,14 @@ def far_tiles(staircase: Staircase, device: torch.device, dtype: torch.dtype) ->
                 masked.append(span._replace(low=edge, left=edge))
     masked.sort(key=lambda span: span.width)
     rows = max(span.last - span.first for span in masked)
+    # One piece of memory for all masks, one after the other: a fresh one costs more than the mask.
+    widest = int(1.25 * masked[-1].width) + SLACK
+    count = max(1, min(len(masked), TOGETHER // (rows * masked[0].width)))
+    scratch = torch.empty(max(min(TOGETHER, count * rows * widest), rows * widest), device=device)
     while masked:
         most = 1.25 * masked[0].width + SLACK
         some = [span for span in masked[: max(1, TOGETHER // int(rows * most))] if span.width <= most]
-        yield _together(staircase, some, device, dtype)
+        yield _together(staircase, some, dtype, scratch)
         masked = masked[len(some) :]
     yield from whole
 
@@ -129,8 +133,8 @@ def _spans(staircase: Staircase) -> list[list[Span]]:
     return [list(islice(spans, math.ceil(size / TILE))) for size in staircase.sizes]
 
 
-def _together(staircase: Staircase, spans: list[Span], device: torch.device, dtype: torch.dtype) -> Tile:
-    """Tiles padded to the largest of them."""
+def _together(staircase: Staircase, spans: list[Span], dtype: torch.dtype, scratch: Tensor) -> Tile:
+    """Tiles padded to the largest of them, the mask in ``scratch``."""
     first, last, low, _, _, high = np.array(spans).T[..., None]
     row = first + np.arange((last - first).max())
     key = low + np.arange((high - low).max())
@@ -139,17 +143,24 @@ def _together(staircase: Staircase, spans: list[Span], device: torch.device, dty
     ragged = any(span.left > span.low for span in spans)
     some_low = torch.from_numpy(staircase.low[row] - low) if ragged else None
     some_high = torch.from_numpy(np.where(is_row, staircase.high[row] - low, 0))
-    mask = interval_mask(some_low, some_high, key.shape[1], device, dtype)[:, None]
+    mask = interval_mask(some_low, some_high, key.shape[1], scratch.device, dtype, scratch)[:, None]
     return Tile(row, key, mask, is_row, is_key)
 
 
 def interval_mask(
-    low: Int[Tensor, "*shape"] | None, high: Int[Tensor, "*shape"], keys: int, device: torch.device, dtype: torch.dtype
+    low: Int[Tensor, "*shape"] | None,
+    high: Int[Tensor, "*shape"],
+    keys: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    scratch: Float[Tensor, " element"] | None = None,
 ) -> Float[Tensor, "*shape key"]:
-    """0 where low <= key < high, for keys 0, 1, ...; far below every logit elsewhere."""
+    """0 where low <= key < high, for keys 0, 1, ...; far below every logit elsewhere. ``scratch``: memory to use."""
     # Arithmetic on floats: several times as fast as comparing integers and choosing.
     key = _steps(keys, device)
-    mask = (high.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None] - key).clamp_(max=0)
+    upper = high.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None]
+    room = None if scratch is None else scratch[: high.numel() * keys].view(*high.shape, keys)
+    mask = torch.sub(upper, key, out=room).clamp_(max=0)
     if low is not None:
         mask += (key - low.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None]).clamp_(max=0)
     if torch.finfo(dtype).max < CLOSED * keys:
