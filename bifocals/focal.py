@@ -49,6 +49,8 @@ def focal_attention(
     check_positive("temperature", temperature)
     check_positive("scale", scale)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if segments is not None:
+        query, key, value = blank_padding(query, key, value, segments)
     if isinstance(temperature, Tensor):
         query = query / temperature_per_query(temperature, query).to(query.dtype)
     else:
@@ -58,8 +60,6 @@ def focal_attention(
     if segments is None and reach is None and (not is_causal or queries == keys or queries == 1):
         is_square = is_causal and queries > 1
         return scaled_dot_product_attention(query, key, value, is_causal=is_square, scale=scale, enable_gqa=grouped)
-    if segments is not None:
-        query, key, value = blank_padding(query, key, value, segments)
     pairs = visible_pairs(queries, keys, segments, is_causal, reach, query.device)
     attended = scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale, enable_gqa=grouped)
     return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)

@@ -50,7 +50,7 @@ def focus_attention(
     key: Float[Tensor, "batch kv_head key dim"],
     value: Float[Tensor, "batch kv_head key value_dim"],
     *,
-    membership: Bool[Tensor, "batch router query group"],
+    membership: Bool[Tensor, "batch router token group"],
     window: int,
     key_membership: Bool[Tensor, "batch key_router key group"] | None = None,
     sinks: int = 0,
@@ -177,6 +177,8 @@ def _sparse(
 ) -> Tensor:
     """Only the pairs kept, exactly. Temperatures scale the query, so that they get gradients like it."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if segments is not None:
+        query, key, value = blank_padding(query, key, value, segments)
     if isinstance(temperature, Tensor):
         if softcap is not None:
             raise ValueError(
@@ -187,8 +189,6 @@ def _sparse(
     else:
         # softcap(x) / t is a softcap of size softcap / t on x / t.
         scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
-    if segments is not None:
-        query, key, value = blank_padding(query, key, value, segments)
     # The fused kernels want values as long as queries (latent attention has others): zeros change nothing.
     dim, value_dim = query.shape[-1], value.shape[-1]
     query, key = (pad(tensor, (0, max(dim, value_dim) - dim)) for tensor in (query, key))

@@ -20,6 +20,9 @@ OPERATORS = [
     "bifocals.segments",
 ]
 
+# One thread for each worker: threads that wait for one another on shared cores lose far more than they gain.
+torch.set_num_threads(1)
+
 # Here and not in a fixture: it has to be there before the first import of the package, in every worker.
 # The tower: an int is a float, as type checkers have it.
 jaxtyping.install_import_hook(OPERATORS, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")

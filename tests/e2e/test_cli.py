@@ -1,0 +1,112 @@
+"""The command line, as a user meets it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM
+
+from bifocals import FocalConfig, FocusConfig, attach
+from bifocals.cli import main
+from bifocals.testing import tiny_model
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.fixture
+def saved_model(tmp_path: Path) -> Path:
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_help_says_what_each_command_is_for() -> None:
+    for command in ("bench", "check", "demo", "fold"):
+        assert command in run("--help").output
+    assert "oracle" in run("bench", "attention", "--help").output
+
+
+def test_bench_attention_writes_every_number_of_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "numbers.json"
+    result = run(
+        *("bench", "attention", "--lengths", "200,1100", "--groups", "4", "--top-k", "2", "--window", "16"),
+        *("--sinks", "2", "--dim", "8", "--repeats", "1", "--backward", "--json", str(path)),
+    )
+    assert result.exit_code == 0, result.output
+    stored = json.loads(path.read_text())
+    assert [(row["length"], row["groups"]) for row in stored["rows"]] == [
+        (200, "balanced"),
+        (200, "unbalanced"),
+        (1100, "balanced"),
+        (1100, "unbalanced"),
+    ]
+    for row in stored["rows"]:
+        assert row["bound"] == pytest.approx(1 / row["pairs_kept"])
+        assert row["fraction_of_bound"] == pytest.approx(row["speedup"] / row["bound"])
+        assert row["dense_seconds"] > 0
+        assert row["max_error"] < 1e-5
+    assert stored["surroundings"]["torch"] == torch.__version__
+
+
+def test_bench_attention_prints_no_timing_when_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifocals.benchmarks import attention
+
+    def wrong(*arguments: torch.Tensor, **options: object) -> torch.Tensor:
+        return torch.zeros_like(arguments[0])
+
+    monkeypatch.setattr(attention, "focus_attention", wrong)
+    result = run("bench", "attention", "--lengths", "100", "--repeats", "1")
+    assert result.exit_code != 0
+    assert "speedup" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "attention", "--lengths", "10,x"), "separated by commas"),
+        (("bench", "attention", "--groups", "2", "--top-k", "3"), "expected at most the 2 groups, got 3"),
+        (("check", "no-such-model"), "no-such-model"),
+        (("check", "smollm2-135m", "--no-focus"), "nothing to check"),
+    ],
+)
+def test_wrong_arguments_get_one_message_and_no_traceback(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code not in (0, None)
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_check_prints_every_promise_and_succeeds(saved_model: Path) -> None:
+    result = run("check", str(saved_model), "--focal", "0.5")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("kept") >= 7
+    assert "no look-ahead" in result.output
+
+
+def test_check_takes_a_saved_lens(saved_model: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved_model)
+    attach(model, FocusConfig(groups=3, window=4)).save(tmp_path / "lens")
+    result = run("check", str(saved_model), "--lens", str(tmp_path / "lens"))
+    assert result.exit_code == 0, result.output
+
+
+def test_fold_writes_a_stock_checkpoint_with_the_same_logits(saved_model: Path, tmp_path: Path) -> None:
+    result = run("fold", str(saved_model), "--temperature", "0.5", "--out", str(tmp_path / "folded"))
+    assert result.exit_code == 0, result.output
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
+    model = AutoModelForCausalLM.from_pretrained(saved_model)
+    attach(model, FocalConfig(temperature=0.5))
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(folded(tokens).logits, model(tokens).logits)
+
+
+def test_fold_does_not_overwrite(saved_model: Path) -> None:
+    before = sorted(saved_model.iterdir())
+    result = run("fold", str(saved_model), "--out", str(saved_model))
+    assert result.exit_code != 0
+    assert "does not exist yet" in result.output
+    assert sorted(saved_model.iterdir()) == before

@@ -1,0 +1,37 @@
+"""What the README shows, run as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bifocals.report import ROOT, with_tables
+
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(snippet: str) -> None:
+    exec(compile(snippet, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.real
+@pytest.mark.xdist_group("real model")
+def test_the_ten_lines_run_on_the_real_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = (snippet for snippet in SNIPPETS if "attach" in snippet)
+    run(snippet)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert "LlamaForCausalLM" in capsys.readouterr().out
+
+
+def test_the_operators_snippet_runs() -> None:
+    (snippet,) = (snippet for snippet in SNIPPETS if "focus_attention" in snippet)
+    run(snippet)
+
+
+def test_the_table_is_made_from_the_stored_results() -> None:
+    assert with_tables(README, ROOT / "results") == README
+    assert "| 16,384 |" in README
