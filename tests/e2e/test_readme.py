@@ -16,7 +16,7 @@ def run(snippet: str) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.xdist_group("real model")
+@pytest.mark.xdist_group("real")
 def test_the_ten_lines_run_on_the_real_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
