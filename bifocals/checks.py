@@ -91,10 +91,45 @@ def check_membership(name: str, membership: Tensor, query: Tensor, key: Tensor, 
         raise ValueError(f"{name}: expected device {query.device}, got {membership.device}. Move it there.")
 
 
+def check_group_count(name: str, membership: Tensor, key_membership: Tensor) -> None:
+    groups, of_keys = membership.shape[3], key_membership.shape[3]
+    if groups != of_keys:
+        raise ValueError(
+            f"{name} and key_{name}: expected the same number of groups, got {groups} and {of_keys}. "
+            "A group has one place in both, even where one side has no token in it."
+        )
+
+
+def check_gates(name: str, gates: Tensor, query: Tensor, key: Tensor, length: int) -> None:
+    batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
+    fits = (
+        gates.ndim == 4
+        and gates.is_floating_point()
+        and gates.shape[0] == batch
+        and gates.shape[1] in (1, kv_heads, heads)
+        and gates.shape[2] == length
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected floats of shape (batch, 1 | kv_head | head, length, groups) = "
+            f"({batch}, 1 | {kv_heads} | {heads}, {length}, groups), got {gates.dtype} of shape {tuple(gates.shape)}. "
+            "They are the softmax over groups of a router's scores."
+        )
+
+
 def check_counts(window: int, sinks: int) -> None:
     for name, number in (("window", window), ("sinks", sinks)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ValueError(f"{name}: expected an integer >= 0, got {number!r}. 0 turns it off.")
+
+
+REMEDIES = {
+    "temperature": "1 is neutral for a temperature; below 1 sharpens",
+    "scale": "Leave it out for 1 / sqrt(dim)",
+    "softcap": "Leave it out for none",
+    "reach": "Leave it out for no sliding window; 1 reaches the token itself",
+    "slope": "It multiplies g_i.g_j inside the sigmoid",
+}
 
 
 def check_positive(name: str, number: float | Tensor | None) -> None:
@@ -105,7 +140,7 @@ def check_positive(name: str, number: float | Tensor | None) -> None:
         shown = (
             f"a tensor whose least value is {number.min().item():g}" if isinstance(number, Tensor) else f"{number!r}"
         )
-        raise ValueError(f"{name}: expected > 0, got {shown}. 1 is neutral for a temperature; below 1 sharpens.")
+        raise ValueError(f"{name}: expected > 0, got {shown}. {REMEDIES[name]}.")
 
 
 def temperature_per_query(temperature: Tensor, query: Tensor) -> Tensor:

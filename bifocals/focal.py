@@ -47,12 +47,15 @@ def focal_attention(
     check_heads(query, key, value)
     check_segments(segments, key)
     check_positive("temperature", temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_query(temperature, query)
     check_positive("scale", scale)
+    check_positive("reach", reach)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if segments is not None:
         query, key, value = blank_padding(query, key, value, segments)
     if isinstance(temperature, Tensor):
-        query = query / temperature_per_query(temperature, query).to(query.dtype)
+        query = query / temperature.to(query.dtype)
     else:
         scale = scale / temperature
     grouped = query.shape[1] != key.shape[1]
@@ -70,7 +73,10 @@ def soft_clamp(raw: Tensor, minimum: float, maximum: float) -> Tensor:
 
     Its slope falls with the square of x, so it never underflows to zero as that of a sigmoid does.
     """
-    return minimum + (maximum - minimum) * (1 + nn.functional.softsign(raw)) / 2
+    # Not nn.functional.softsign: its gradient is a difference of nearly equal numbers and is 0 from ten million on.
+    # Not abs: its slope at 0 is 0.
+    rest = 0.5 / (1 + torch.where(raw >= 0, raw, -raw))
+    return minimum + (maximum - minimum) * torch.where(raw >= 0, 1 - rest, rest)
 
 
 def inverse_soft_clamp(clamped: float, minimum: float, maximum: float) -> float:

@@ -31,6 +31,8 @@ from bifocals.backends.dense import dense_attention
 from bifocals.backends.operator import focus_forward
 from bifocals.checks import (
     check_counts,
+    check_gates,
+    check_group_count,
     check_heads,
     check_membership,
     check_positive,
@@ -77,6 +79,8 @@ def focus_attention(
     check_segments(segments, key)
     check_counts(window, sinks)
     check_positive("temperature", temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_query(temperature, query)
     check_positive("scale", scale)
     check_positive("softcap", softcap)
     check_positive("reach", reach)
@@ -87,6 +91,7 @@ def focus_attention(
     else:
         check_membership("membership", membership, query, key, query.shape[2])
         check_membership("key_membership", key_membership, query, key, key.shape[2])
+        check_group_count("membership", membership, key_membership)
     if backend not in ("auto", "dense", "sdpa"):
         raise ValueError(f"backend: expected 'auto', 'dense' or 'sdpa', got {backend!r}. 'auto' picks the fastest.")
     if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
@@ -185,7 +190,7 @@ def _sparse(
                 "backend 'sdpa' cannot run a softcap with a temperature tensor: expected a number for one of them. "
                 "Use backend='dense' or 'auto'."
             )
-        query = query / temperature_per_query(temperature, query).to(query.dtype)
+        query = query / temperature.to(query.dtype)
     else:
         # softcap(x) / t is a softcap of size softcap / t on x / t.
         scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
@@ -224,8 +229,6 @@ def _dense(
     factor: Tensor | None = None,
 ) -> Tensor:
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if isinstance(temperature, Tensor):
-        temperature = temperature_per_query(temperature, query)
     if segments is not None:
         query, key, value = blank_padding(query, key, value, segments)
     attended = dense_attention(
@@ -290,6 +293,17 @@ def soft_focus_attention(
     check_segments(segments, key)
     check_counts(window, sinks)
     check_positive("temperature", temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_query(temperature, query)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_positive("reach", reach)
+    check_positive("slope", slope)
+    check_gates("gates", gates, query, key, query.shape[2])
+    check_gates("key_gates", key_gates, query, key, key.shape[2])
+    check_group_count("gates", gates, key_gates)
+    if gate not in ("log", "sigmoid"):
+        raise ValueError(f"gate: expected 'log' or 'sigmoid', got {gate!r}. 'log' becomes the hard pattern.")
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     untouched = always_read(queries, keys, window, sinks, segments, query.device)
     pairs = visible_pairs(queries, keys, segments, is_causal, reach, query.device)

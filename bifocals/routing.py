@@ -82,7 +82,7 @@ class Router(nn.Module):
         if self.config.balance == "sinkhorn":
             key_scores = key_scores + sinkhorn_potentials(key_scores, self.config.rounds, weights)[..., None, :]
             return Routing(key_scores if self.config.sides == "same" else self.scores(hidden, 0), key_scores)
-        if self.training:
+        if self.training and hidden.numel() > 0:
             self.observe(key_scores, weights)
         # The potential is read after the statistics are taken but never changed by them: forward is pure.
         key_scores = key_scores + self.potential[:, None, :].to(key_scores.dtype)
@@ -126,7 +126,7 @@ def top_groups(scores: Scores, top_k: int) -> Membership:
 
 
 def sinkhorn_potentials(
-    scores: Float[Tensor, "*batch token group"], rounds: int, weights: Float[Tensor, "*batch token"] | None = None
+    scores: Float[Tensor, "*batch token group"], rounds: int, weights: Float[Tensor, "*#batch token"] | None = None
 ) -> Float[Tensor, "*batch group"]:
     """The b for which softmax(scores + b) fills all groups equally: Sinkhorn, written by its potentials.
 
@@ -135,9 +135,10 @@ def sinkhorn_potentials(
     # A token that does not count has log-weight -inf; where no token counts, all of them do, and b is harmless.
     counted = torch.zeros_like(scores[..., :1])
     if weights is not None:
+        scores = torch.where(weights[..., None] > 0, scores, 0.0)  # padding may hold anything
         counted = torch.where(weights.sum(-1, keepdim=True) > 0, weights, 1.0).log()[..., None]
     of_tokens = torch.zeros_like(counted)
-    potential = torch.zeros_like(scores[..., 0, :])
+    potential = scores.new_zeros(*scores.shape[:-2], scores.shape[-1])
     for _ in range(rounds):
         potential = -(scores + of_tokens + counted).logsumexp(dim=-2)
         of_tokens = -(scores + potential[..., None, :]).logsumexp(dim=-1, keepdim=True)
