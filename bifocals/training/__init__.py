@@ -1,0 +1,1 @@
+"""Fitting a lens: data, objectives, and what keeps a run alive."""
