@@ -209,9 +209,7 @@ def _read_lines(path: Path, text: str) -> list[str]:
             except (ValueError, KeyError, TypeError, RecursionError):
                 documents.append(None)
             if not isinstance(documents[-1], str):
-                raise DataError(
-                    f'{path}, line {number}: expected a JSON object with a string "text", got {line[:60]!r}.'
-                )
+                raise DataError(f'{path}, line {number}: expected an object with a string "text", got {line[:60]!r}.')
     return documents
 
 
