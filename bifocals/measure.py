@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bifocals.config import FocusConfig
-from bifocals.focus import always_read
 from bifocals.routing import dominance
-from bifocals.segments import visible_pairs
 from bifocals.tape import Tape
 
-ROWS_AT_ONCE = 512  # queries: pairs are counted in blocks, so that memory grows with the length alone
+KINDS_AT_ONCE = 64  # of keys, so that memory grows with the length alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +60,41 @@ def _shares(counted: Tensor) -> tuple[float, float]:
 def _count(
     reads: Tensor, holds: Tensor, focus: FocusConfig, real: Tensor | None, is_causal: bool, reach: int | None
 ) -> Tensor:
-    """Far pairs attended, far pairs, pairs attended, pairs: over all rows and routers."""
-    length = reads.shape[2]
-    segments = None if real is None else real.long() - 1
-    total = torch.zeros(4, dtype=torch.double)
-    for start in range(0, length, ROWS_AT_ONCE):
-        stop = min(start + ROWS_AT_ONCE, length)
-        keys = stop if is_causal else length
-        shape = (length - start if not is_causal else stop - start, keys)
-        cut = None if segments is None else segments[:, :keys]
-        visible = visible_pairs(*shape, cut, is_causal, reach, reads.device)[:, :, : stop - start]
-        if cut is not None:
-            visible = visible & (cut[:, start:stop, None] >= 0)[:, None]
-        always = always_read(*shape, focus.window, focus.sinks, cut, reads.device)[:, :, : stop - start]
-        share = reads[:, :, start:stop].float() @ holds[:, :, :keys].float().mT > 0  # (batch, router, query, key)
-        far = (visible & ~always).expand_as(share)
-        kept = (visible & (always | share)).expand_as(share)
-        counts = [(far & share).sum(), far.sum(), kept.sum(), visible.expand_as(share).sum()]
-        total += torch.stack(counts).double().cpu()
-    return total
+    """Far pairs attended, far pairs, pairs attended, pairs: over all rows and heads.
+
+    The far keys of a query are a range of positions, so running counts of each kind of key (the keys that hold the same
+    groups) give its far pairs without looking at any pair.
+    """
+    batch, heads, length, _ = reads.shape
+    real = torch.ones(batch, length, dtype=torch.bool, device=reads.device) if real is None else real
+    is_sink = real & (real.cumsum(dim=1) <= focus.sinks)
+    position = torch.arange(length, device=reads.device)
+    reach = length if reach is None else reach
+    before = (position - reach + 1).clamp(min=0), position + 1  # the ranges are [start, stop)
+    far_before = before[0], position - focus.window
+    after = position + 1, (position + reach).clamp(max=length)
+    far_after = position + focus.window + 1, after[1]
+    visible, far = ([before], [far_before]) if is_causal else ([before, after], [far_before, far_after])
+    pairs = sum(_in_range(real[..., None], *each) for each in visible) * real[..., None]
+    far_pairs = sum(_in_range((real & ~is_sink)[..., None], *each) for each in far) * real[..., None]
+
+    far_kept = torch.zeros((), dtype=torch.double, device=reads.device)
+    kinds, kind_of_key = holds.flatten(0, 2).unique(dim=0, return_inverse=True)
+    kind_of_key = kind_of_key.view(holds.shape[:3])
+    for first in range(0, len(kinds), KINDS_AT_ONCE):
+        some = torch.arange(first, min(first + KINDS_AT_ONCE, len(kinds)), device=reads.device)
+        is_kind = (kind_of_key[..., None] == some) & (real & ~is_sink)[:, None, :, None]
+        of_kind = sum(_in_range(is_kind, *each) for each in far) * real[:, None, :, None]
+        shares = reads.float() @ kinds[some].float().mT > 0  # (batch, head, query, kind)
+        of_kind = of_kind.repeat_interleave(heads // holds.shape[1], dim=1)
+        far_kept += (of_kind * shares).sum(dtype=torch.double)
+    all_far, all_pairs = heads * far_pairs.sum(dtype=torch.double), heads * pairs.sum(dtype=torch.double)
+    return torch.stack([far_kept, all_far, all_pairs - all_far + far_kept, all_pairs]).cpu()
+
+
+def _in_range(counted: Tensor, start: Tensor, stop: Tensor) -> Tensor:
+    """How many tokens that count lie in [start, stop), for each query: (..., token, kind) -> (..., query, kind)."""
+    so_far = pad(counted.to(torch.int32).cumsum(dim=-2), (0, 0, 1, 0))
+    start = start.clamp(0, counted.shape[-2])
+    stop = stop.clamp(0, counted.shape[-2]).maximum(start)
+    return so_far.index_select(-2, stop) - so_far.index_select(-2, start)
