@@ -1,7 +1,9 @@
 """The command line: parse, call, print."""
 
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,95 @@ def check(
     report = run_promises(loaded.model, loaded.tokenizer)
     console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     sys.exit(0 if report.is_kept else 1)
+
+
+@main.command("eval")
+@click.argument("model")
+@click.option("--lens", "lens_folder", help="A folder, a shipped lens, or a hub name; without it, the two ends alone.")
+@click.option(
+    "--data", "sources", multiple=True, required=True, help="A text; repeat it for several. See train --help."
+)
+@click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of each block.")
+@click.option("--blocks", type=click.IntRange(1), default=8, help="Blocks of each text, spread evenly over it.")
+@click.option("--top-k", "top_ks", type=Lengths(), default="1,2,4", help="Settings of the lens's dial.")
+@click.option("--allow-other-weights", is_flag=True, help="Load a lens that was fitted to other weights.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here.")
+def evaluate(
+    model: str,
+    lens_folder: str | None,
+    sources: tuple[str, ...],
+    length: int,
+    blocks: int,
+    top_ks: tuple[int, ...],
+    allow_other_weights: bool,
+    json_path: Path | None,
+) -> None:
+    """Perplexity of MODEL with a lens, between the model as it is and its window and sinks alone.
+
+    recovered: the share of what window and sinks lose that the lens brings back, with its 95% interval over blocks.
+    dominance: the largest group, in fair shares.
+    """
+    from bifocals import load
+    from bifocals.benchmarks import measuring
+    from bifocals.evaluation import perplexity
+    from bifocals.models import load_model
+    from bifocals.training.data import load_blocks
+
+    loaded = load_model(model)
+    packed = load_blocks(sources, loaded.tokenizer, length, limit=blocks)
+    focus = None
+    if lens_folder is None:
+        top_ks = ()
+    else:
+        focus = load(loaded.model, lens_folder, allow_other_weights=allow_other_weights).focus
+    with _progress() as progress:
+        task = progress.add_task("", total=len(packed.tokens) * (2 + len(top_ks)))
+
+        def on_run(text: str, setting: str) -> None:
+            progress.update(task, advance=1, description=f"{Path(text).name}, {setting}")
+
+        result = perplexity.evaluate(loaded.model, packed, top_ks, on_run)
+    console.print(_perplexity_table(result, 1 if focus is None else focus.groups))
+    if json_path is not None:
+        options: dict[str, Any] = {
+            "model": model,
+            "lens": lens_folder,
+            "data": sources,
+            "length": length,
+            "blocks": blocks,
+        }
+        options |= {"top_k": top_ks, "focus": None if focus is None else asdict(focus)}
+        about = {"command": _command(), "options": options, "surroundings": measuring.surroundings()}
+        measuring.write_json(json_path, {**about, **result})
+        console.print(f"Written to {json_path}.")
+
+
+def _perplexity_table(result: dict[str, Any], groups: int) -> Table:
+    table = Table(title=f"Perplexity at {result['length']:,} tokens", box=SIMPLE)
+    for name in ("text", "setting", "perplexity", "recovered", "95%", "far kept", "pairs kept", "dominance"):
+        table.add_column(name, justify="left" if name in ("text", "setting") else "right")
+    for row in [*result["rows"], *({"text": "mean", **row} for row in result["mean"])]:
+        low, high = row.get("interval", (None, None))
+        table.add_row(
+            Path(row["text"]).name,
+            row["setting"],
+            _shown(row.get("perplexity"), ".2f"),
+            _shown(row.get("recovered"), ".1%"),
+            "" if low is None else f"{low:.1%} to {high:.1%}",
+            _shown(row.get("far_kept"), ".1%"),
+            _shown(row.get("pairs_kept"), ".1%"),
+            _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),
+        )
+    return table
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "" if number is None else format(number, form)
+
+
+def _command() -> str:
+    """What was typed, to store beside what it measured."""
+    return shlex.join(["bifocals", *sys.argv[1:]])
 
 
 @main.command()

@@ -201,7 +201,6 @@ class Lens:
     def measure(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Measurement:
         """What share of the pairs the routers keep on this text, and how balanced the groups are."""
         self._expect_focus()
-        assert self.focus is not None
         before, self.mode = self.mode, "hard"
         try:
             with evaluating(self.model), self.taped(Tape()) as tape:
@@ -210,6 +209,12 @@ class Lens:
                 body(input_ids=input_ids, use_cache=False, **known)
         finally:
             self.mode = before
+        return self.measure_tape(tape, attention_mask)
+
+    def measure_tape(self, tape: Tape, attention_mask: Tensor | None = None) -> Measurement:
+        """The same, of a run that was recorded on ``tape``."""
+        self._expect_focus()
+        assert self.focus is not None
         return measure_patterns(tape, self.focus, self._patterns(), attention_mask)
 
     def summary(self) -> "Summary":

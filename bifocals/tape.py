@@ -6,6 +6,7 @@ tape counts the tokens that the other run would have sorted otherwise, though th
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,15 @@ class Tape:
         differ = ((live[0][:, :, :length] != reads) | (live[1][:, :, :length] != holds)).any(dim=-1)
         self.flips += int((differ & (torch.minimum(margin[:, :, :length], recorded) >= self._tie)).sum())
         return torch.cat([reads, live[0][:, :, length:]], dim=2), torch.cat([holds, live[1][:, :, length:]], dim=2)
+
+
+class NearOnly(Tape):
+    """Has every query read no group: near tokens and sinks alone."""
+
+    def pass_on(self, layer: str, *others: Any) -> tuple[Tensor, Tensor]:
+        reads, holds = super().pass_on(layer, *others)
+        self.reads[layer] = torch.zeros_like(self.reads[layer])
+        return torch.zeros_like(reads), holds
 
 
 def _margin(scores: Tensor, best: int, real: Tensor | None) -> Tensor:

@@ -8,19 +8,8 @@ import pytest
 import torch
 
 from bifocals.files import cache_folder
-from bifocals.testing import tiny_tokenizer
 from bifocals.training import data
 from bifocals.training.data import DataError, load_blocks, load_tokens, read_documents
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-
-
-@pytest.fixture
-def tokenizer():
-    return tiny_tokenizer()
 
 
 def as_text(tokenizer, tokens):

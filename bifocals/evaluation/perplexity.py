@@ -1,0 +1,183 @@
+"""Perplexity with a lens, between two ends: the base model, and its window and sinks alone.
+
+    recovered = 1 - log(lens / dense) / log(window / dense)        in perplexities
+
+is the share of the quality lost without far pairs that the lens brings back: 1 is the base model, 0 is no far pair.
+Every block of text is run once in each setting, so that the settings differ by nothing but the lens; intervals (95%)
+come from drawing the blocks anew (paired bootstrap).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from bifocals.config import FocusConfig
+from bifocals.lens import Lens, attach, evaluating, lens_of
+from bifocals.tape import NearOnly, Tape
+from bifocals.training.data import Blocks
+
+DRAWS = 2000
+ROWS_AT_ONCE = 256  # of logits: a vocabulary is wide
+DENSE, WINDOW = "dense", "window + sinks"
+Row = dict[str, Any]
+
+
+def evaluate(
+    model: PreTrainedModel,
+    blocks: Blocks,
+    top_ks: Sequence[int] = (),
+    on_run: Callable[[str, str], None] = lambda text, setting: None,
+) -> dict[str, Any]:
+    """Run every block dense, with window and sinks alone, and with the model's lens at each ``top_k``.
+
+    A model without a lens has the two ends alone. ``on_run(text, setting)`` is called after each run of a block.
+    """
+    with _lens_of(model, top_ks) as lens:
+        texts = [_run_text(lens, text, blocks.of(domain), top_ks, on_run) for domain, text in enumerate(blocks.names)]
+    rows = [row for domain, (text, runs) in enumerate(zip(blocks.names, texts)) for row in _rows(text, runs, domain)]
+    return {"length": blocks.tokens.shape[1], "rows": rows, "mean": _mean_rows(rows, texts)}
+
+
+def block_loss(model: PreTrainedModel, block: Tensor) -> float:
+    """Nats per token of one block."""
+    with evaluating(model), torch.no_grad():
+        logits = model(input_ids=block[None].to(model.device), use_cache=False).logits[0, :-1]
+    wanted, total = block[1:].to(logits.device), 0.0
+    for start in range(0, len(wanted), ROWS_AT_ONCE):
+        some = slice(start, start + ROWS_AT_ONCE)
+        total += cross_entropy(logits[some].float(), wanted[some], reduction="none").double().sum().item()
+    return total / len(wanted)
+
+
+class Run:
+    """One text in one setting: the loss of each block, and what the lens kept of it."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.far_kept: list[float] = []
+        self.pairs_kept: list[float] = []
+        self.sizes: dict[str, Tensor] = {}  # of the groups of keys, by layer: (router, group)
+
+    def add(self, loss: float, lens: Lens, tape: Tape | None) -> None:
+        self.losses.append(loss)
+        if tape is not None:
+            found = lens.measure_tape(tape)
+            self.far_kept.append(found.far_kept)
+            self.pairs_kept.append(found.pairs_kept)
+            for layer, holds in tape.holds.items():
+                sizes = holds.sum(dim=(0, 2)).cpu()
+                self.sizes[layer] = self.sizes[layer] + sizes if layer in self.sizes else sizes
+
+    def dominance(self) -> dict[str, float]:
+        """The largest group's share of all keys of the text, of each layer's worst router."""
+        return {
+            layer: (sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1)).amax().item()
+            for layer, sizes in self.sizes.items()
+        }
+
+
+Runs = dict[str, Run]
+
+
+def _run_text(lens: Lens, text: str, tokens: Tensor, top_ks: Sequence[int], on_run: Callable[[str, str], None]) -> Runs:
+    runs: Runs = defaultdict(Run)
+    for block in tokens:
+        with lens.disabled() as base:
+            runs[DENSE].add(block_loss(base, block), lens, None)
+        on_run(text, DENSE)
+        for setting, top_k, tape in [(WINDOW, None, NearOnly()), *((f"top_k {k}", k, Tape()) for k in top_ks)]:
+            lens.top_k = lens.top_k if top_k is None else top_k
+            with lens.taped(tape):
+                loss = block_loss(lens.model, block)
+            runs[setting].add(loss, lens, tape)
+            on_run(text, setting)
+    return runs
+
+
+def _rows(text: str, runs: Runs, seed: int) -> list[Row]:
+    rows = []
+    for setting, run in runs.items():
+        row: Row = {"text": text, "setting": setting, "perplexity": math.exp(np.mean(run.losses))}
+        if run.far_kept:
+            row |= {"far_kept": float(np.mean(run.far_kept)), "pairs_kept": float(np.mean(run.pairs_kept))}
+        if setting not in (DENSE, WINDOW):
+            layers = run.dominance()
+            row |= {"recovered": _recovered(runs, setting), "interval": _interval(_drawn(runs, setting, seed))}
+            row |= {"dominance": max(layers.values()), "dominance_by_layer": layers}
+        rows.append({**row, "losses": run.losses})
+    return rows
+
+
+def _mean_rows(rows: list[Row], texts: list[Runs]) -> list[Row]:
+    """Over the texts, each counting the same; the far pairs kept also at their most, and the worst dominance."""
+    means = []
+    for setting in texts[0]:
+        own = [row for row in rows if row["setting"] == setting]
+        if "recovered" in own[0]:
+            drawn = np.mean([_drawn(runs, setting, seed) for seed, runs in enumerate(texts)], axis=0)
+            means.append(
+                {
+                    "setting": setting,
+                    "recovered": float(np.mean([row["recovered"] for row in own])),
+                    "interval": _interval(drawn),
+                    "far_kept": float(np.mean([row["far_kept"] for row in own])),
+                    "most_far_kept": max(row["far_kept"] for row in own),
+                    "pairs_kept": float(np.mean([row["pairs_kept"] for row in own])),
+                    "dominance": max(row["dominance"] for row in own),
+                }
+            )
+    return means
+
+
+def _recovered(runs: Runs, setting: str) -> float:
+    return float(recovered_share(*(np.mean(runs[name].losses) for name in (setting, DENSE, WINDOW))))
+
+
+def recovered_share(own: Any, dense: Any, window: Any) -> Any:
+    """From losses in nats per token, which are logarithms of perplexities; nan where no far pair is missed."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return 1 - np.divide(own - dense, window - dense)
+
+
+def _drawn(runs: Runs, setting: str, seed: int) -> "np.ndarray[Any, Any]":
+    """The share recovered on blocks drawn anew, many times; the same blocks for every setting."""
+    blocks = len(runs[DENSE].losses)
+    draws = np.random.default_rng(seed).integers(blocks, size=(DRAWS, blocks))
+    return np.asarray(
+        recovered_share(*(np.array(runs[name].losses)[draws].mean(axis=1) for name in (setting, DENSE, WINDOW)))
+    )
+
+
+def _interval(drawn: "np.ndarray[Any, Any]") -> list[float]:
+    return [float(each) for each in np.nanquantile(drawn, [0.025, 0.975])]
+
+
+@contextmanager
+def _lens_of(model: PreTrainedModel, top_ks: Sequence[int]) -> Iterator[Lens]:
+    """The model's lens in hard mode, and as it was afterwards; for a model without one, a bare one for the block."""
+    lens = lens_of(model)
+    if lens is None:
+        if top_ks:
+            raise ValueError(
+                f"top_k {list(top_ks)}: expected a model with a lens, got one without. Attach or load one."
+            )
+        bare = attach(model, FocusConfig(groups=1))
+        try:
+            yield bare
+        finally:
+            bare.detach()
+        return
+    mode, top_k = lens.mode, lens.top_k
+    lens.mode = "hard"
+    try:
+        yield lens
+    finally:
+        lens.mode, lens.top_k = mode, top_k
