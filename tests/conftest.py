@@ -1,8 +1,7 @@
 """The shapes in the operators' signatures are checked whenever the tests run; in production they cost nothing."""
 
-import importlib
-
 import jaxtyping
+import pytest
 import torch
 
 OPERATORS = [
@@ -27,8 +26,10 @@ torch.set_num_threads(1)
 # The tower: an int is a float, as type checkers have it.
 jaxtyping.install_import_hook(OPERATORS, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-# A compiler cannot trace the checks, so what it traces goes without; what it calls is checked as ever. Even so it
-# cannot trace what is checked in a class of which it makes an object itself.
-type(jaxtyping.config).jaxtyping_disable = property(lambda _: torch.compiler.is_compiling())
-Routing = importlib.import_module("bifocals.routing").Routing
-Routing.__init__, Routing.gates = Routing.__init__.__wrapped__, Routing.gates.__wrapped__
+
+@pytest.fixture
+def as_in_production():
+    """Without the checks of signatures, which speak before our own errors and which a compiler cannot trace."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""How a lens behaves: attaching, switching, copying, compiling, misuse."""
+"""How a lens behaves: attaching, switching, copying, misuse."""
 
 import copy
 import subprocess
@@ -130,28 +130,6 @@ def test_a_stock_state_loads_into_a_model_with_a_lens():
     assert all(torch.equal(tensor, before[name]) for name, tensor in lens.state_dict().items())
     with lens.disabled():
         assert torch.equal(logits(model, tokens), logits(other, tokens))
-
-
-@pytest.mark.parametrize("mode", ["focal", "soft"])
-def test_focal_and_soft_compile_into_one_graph(mode):
-    model, tokens = tiny_model("llama", dtype=torch.float32), tiny_tokens()
-    if mode == "focal":
-        attach(model, FocalConfig(temperature=0.5))
-    else:
-        attach(model, FocalConfig(temperature=0.5, form="prefix"), FOCUS).mode = "soft"
-    mask = torch.ones_like(tokens)
-    mask[0, :6] = 0
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    for others in ({"use_cache": False}, {"use_cache": True}, {"attention_mask": mask}):
-        expected = logits(model, tokens, **others)[:, 6:]
-        assert torch.allclose(logits(compiled, tokens, **others)[:, 6:], expected, atol=1e-5)
-
-
-def test_hard_mode_compiles_with_breaks():
-    model, tokens = tiny_model("llama", dtype=torch.float32), tiny_tokens()
-    attach(model, FOCUS)
-    expected = logits(model, tokens)
-    assert torch.allclose(logits(torch.compile(model, backend="eager"), tokens), expected, atol=1e-5)
 
 
 def test_the_dial_changes_what_is_read_and_measure_says_how_much():

@@ -6,7 +6,7 @@ from torch.nn.functional import one_hot
 
 from bifocals import focus_attention
 from bifocals.backends.operator import focus_backward, focus_forward
-from tests.oracle.cases import small_tiles
+from tests.operators.cases import small_tiles
 
 
 def inputs(length, dtype, **options):
@@ -51,6 +51,7 @@ def test_the_operators_pass_the_checks_of_torch(segments):
     torch.library.opcheck(focus_backward, (torch.randn_like(out), *detached, out, lse, *pattern))
 
 
+@pytest.mark.usefixtures("as_in_production")
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])
 def test_it_compiles_into_one_graph_with_its_gradients(backend):
     query, key, value, membership, _ = inputs(700, torch.float32)
@@ -71,6 +72,7 @@ def test_it_compiles_into_one_graph_with_its_gradients(backend):
         assert torch.equal(eager, traced)
 
 
+@pytest.mark.usefixtures("as_in_production")
 def test_values_of_another_size_than_keys_compile_too():
     query, key, _, membership, _ = inputs(700, torch.float32)
     value = torch.randn(1, 1, 700, 7)

@@ -1,0 +1,226 @@
+"""Promise 1, fast equals dense: every way of running the Focus pattern against the pairs written out in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bifocals import reference
+from bifocals.backends import sparse, tiles
+from tests.operators.cases import (
+    Case,
+    cases,
+    dense_focus,
+    drawn,
+    expected,
+    expected_gradients,
+    gradients,
+    make,
+    run,
+    small_tiles,
+    written_out,
+)
+
+PRECISE = st.sampled_from([torch.float32, torch.float64])
+HALF = st.sampled_from([torch.bfloat16, torch.float16])
+BACKENDS = ("sdpa", "dense", "auto")
+EDGES = (255, 256, 257, 511, 513, 641, 1023, 1025)  # around the sizes of tiles, blocks and SHORT
+# The sparse path refuses a softcap with a temperature tensor, so a softcap has a kind of its own.
+KINDS = {
+    "causal": {"is_causal": True, "segments": "none", "softcap": None},
+    "not causal": {"is_causal": False, "softcap": None},
+    "left padding": {"segments": "left", "has_garbage": True, "softcap": None},
+    "packing": {"segments": "gaps", "has_garbage": True, "softcap": None},
+    "keys in one group": {"holds": "one", "softcap": None},
+    "keys in several groups": {"holds": "many", "softcap": None},
+    "softcap": {"softcap": 2.0, "temperature": "number"},
+    "sinks and segments": {"sinks": 4, "segments": "packed", "softcap": None},
+}
+
+
+def assert_forward_agrees(case: Case, dtype: torch.dtype, *backends: str) -> None:
+    inputs = make(case, dtype)
+    right = expected(inputs, dtype)
+    for backend in backends:
+        right.assert_met_by([run(inputs, backend)], backend)
+
+
+def assert_backward_agrees(case: Case, dtype: torch.dtype, *backends: str) -> None:
+    inputs = make(case, dtype)
+    right = expected_gradients(inputs, dtype)
+    for backend in backends:
+        same = inputs.fresh(dtype)
+        right.assert_met_by(gradients(run(same, backend), same), backend)
+
+
+# Thousands of tiny tiles: checking the signature of every call would take longer than all the calls.
+@pytest.mark.usefixtures("as_in_production")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_backend_equals_the_oracle_in_tiles_of_every_kind(kind):
+    @drawn(260)
+    @given(cases(**KINDS[kind]), PRECISE)
+    def check(case, dtype):
+        with small_tiles():
+            assert_forward_agrees(case, dtype, *BACKENDS)
+
+    check()
+
+
+@pytest.mark.usefixtures("as_in_production")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_backend_has_the_gradients_of_the_oracle(kind):
+    @drawn(35)
+    @given(cases(**KINDS[kind]), PRECISE)
+    def check(case, dtype):
+        with small_tiles():
+            assert_backward_agrees(case, dtype, *BACKENDS)
+
+    check()
+
+
+@drawn(40)
+@given(cases(softcap=2.0), PRECISE)
+def test_a_softcap_with_any_temperature_equals_the_oracle(case, dtype):
+    assert_forward_agrees(case, dtype, "dense", "auto")
+    assert_backward_agrees(case, dtype, "dense", "auto")
+
+
+@drawn(150)
+@given(cases(softcap=None), PRECISE)
+def test_every_backend_equals_the_oracle_in_tiles_of_its_own_size(case, dtype):
+    assert_forward_agrees(case, dtype, *BACKENDS)
+
+
+@drawn(30)
+@given(cases(lengths=EDGES, batch=1, repeat=1, groups=4, softcap=None), PRECISE)
+def test_the_sparse_path_equals_the_oracle_around_the_edges_of_tiles(case, dtype):
+    assert_forward_agrees(case, dtype, "sdpa", "auto")
+
+
+@pytest.mark.parametrize("queries", [2300, 700])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_groups_of_more_than_a_thousand_tokens_agree_forward_and_backward(queries, is_causal):
+    case = Case(seed=1, keys=2300, queries=queries, groups=2, window=100, sinks=4, is_causal=is_causal)
+    assert_forward_agrees(case, torch.float32, "sdpa")
+    assert_backward_agrees(case, torch.float32, "sdpa")
+
+
+@drawn(60)
+@given(cases(softcap=None), HALF)
+def test_every_backend_equals_the_oracle_in_half_precision(case, dtype):
+    assert_forward_agrees(case, dtype, *BACKENDS)
+
+
+def test_a_key_in_some_of_fifty_groups_is_read_once():
+    for reads, holds in (("few", "few"), ("three", "many"), ("one", None)):
+        case = Case(seed=3, keys=90, queries=90, groups=50, reads=reads, holds=holds, sinks=2)
+        assert_forward_agrees(case, torch.float64, *BACKENDS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("empty", ["batch", "keys", "queries"])
+def test_nothing_in_gives_nothing_out(backend, empty):
+    sizes = {"batch": 2, "keys": 9, "queries": 9, empty: 0}
+    if empty == "keys":
+        sizes["queries"] = 0
+    inputs = make(Case(seed=0, kv_heads=2, **sizes), torch.float32)
+    assert run(inputs, backend).shape == (sizes["batch"], 2, sizes["queries"], 8)
+
+
+BASE = Case(seed=5, keys=130, queries=130, batch=2, kv_heads=2, groups=4, reads="two", sinks=2, segments="packed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("change", ["one pair left out", "one pair counted twice", "one pair too many"])
+def test_the_tolerance_sees_a_single_wrong_pair(dtype, change):
+    inputs = make(BASE, dtype)
+    options = {name: inputs.options[name] for name in ("window", "sinks", "segments", "is_causal", "reach")}
+    pairs = reference.focus_pairs(
+        inputs.options["membership"], inputs.options["key_membership"], heads=BASE.heads, **options
+    )
+    twice = torch.zeros(pairs.shape, dtype=dtype)
+    visible = reference.visible_pairs(2, 130, 130, inputs.options["segments"], True)
+    is_far = visible & (reference.distance(130, 130) > BASE.window)
+    candidates = (is_far & ~pairs) if change == "one pair too many" else (is_far & pairs)
+    found = candidates.nonzero()
+    place = tuple(found[len(found) // 2])
+
+    def attend(wrong: bool) -> torch.Tensor:
+        used, gate = pairs.clone(), twice.clone()
+        if wrong and change == "one pair counted twice":
+            gate[place] = torch.tensor(2.0).log()
+        elif wrong:
+            used[place] = ~used[place]
+        return reference.attention(
+            inputs.query, inputs.key, inputs.value, used, temperature=written_out(inputs.temperature), gate=gate
+        )
+
+    right = expected(inputs, dtype)
+    assert right.is_met_by([attend(wrong=False)])
+    assert not right.is_met_by([attend(wrong=True)])
+
+
+def break_staircase(change):
+    """The plan of the sparse path, wrong by one pair."""
+    right = sparse.staircases
+
+    def wrong(pattern, order):
+        for staircase in right(pattern, order):
+            if change == "one pair left out":
+                row = int((staircase.high - staircase.low).argmax())
+                high = staircase.high.copy()
+                high[row] -= 1
+                yield dataclasses.replace(staircase, high=high)
+            else:
+                yield staircase
+                yield dataclasses.replace(staircase, is_first=False)
+
+    return wrong
+
+
+@pytest.mark.parametrize("change", ["one pair left out", "every far pair counted twice"])
+def test_the_tolerance_sees_a_broken_sparse_path(monkeypatch, change):
+    inputs = make(dataclasses.replace(BASE, segments="none"), torch.float32).fresh(torch.float32)
+    right, right_gradients = expected(inputs, torch.float32), expected_gradients(inputs, torch.float32)
+    output = run(inputs, "sdpa")
+    assert right.is_met_by([output])
+    assert right_gradients.is_met_by(gradients(output, inputs))
+    output = run(inputs, "sdpa")
+    monkeypatch.setattr(sparse, "staircases", break_staircase(change))
+    assert not right_gradients.is_met_by(gradients(output, inputs))
+    assert not right.is_met_by([run(inputs, "sdpa")])
+
+
+def test_the_tolerance_sees_garbage():
+    inputs = make(dataclasses.replace(BASE, segments="left"), torch.float32)
+    output = dense_focus(inputs)
+    right = expected(inputs, torch.float32)
+    assert right.is_met_by([output])
+    output[0, 0, -1, 0] = torch.nan
+    assert not right.is_met_by([output])
+
+
+def test_small_tiles_reach_every_kind_of_tile(monkeypatch):
+    """So that the drawn cases above mean something."""
+    seen = set()
+    right = tiles.far_tiles
+
+    def watch(staircase, device, dtype):
+        for tile in right(staircase, device, dtype):
+            if tile.mask is None:
+                seen.add("shared by a block" if tile.row.stop - tile.row.start > tiles.TILE else "without a mask")
+            else:
+                seen.add("several together" if len(tile.row) > 1 else "alone")
+                seen.add("padded" if not tile.is_row.all() or not tile.is_key.all() else "whole")
+                seen.add("later staircase" if not staircase.is_first else "first staircase")
+            yield tile
+
+    monkeypatch.setattr(sparse, "far_tiles", watch)
+    with small_tiles():
+        for reads in ("one", "two", "same"):
+            run(make(dataclasses.replace(BASE, reads=reads, holds="one"), torch.float32), "sdpa")
+            run(make(dataclasses.replace(BASE, reads=reads, holds=None, reach=40), torch.float32), "sdpa")
+    kinds = {"shared by a block", "without a mask", "several together", "alone", "padded", "whole"}
+    assert seen == kinds | {"later staircase", "first staircase"}
