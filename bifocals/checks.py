@@ -33,6 +33,8 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query and key: expected the same batch and dim, got {tuple(query.shape)} and {tuple(key.shape)}. "
             "Layout is (batch, head, length, dim)."
         )
+    if dim == 0:
+        raise ValueError(f"query and key: expected dim >= 1, got {tuple(query.shape)}. Attention compares them.")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             f"Expected query heads to be a multiple of key-value heads, got {heads} and {kv_heads}. "

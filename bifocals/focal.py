@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from bifocals.autocast import as_autocast, without_autocast
 from bifocals.checks import check_heads, check_positive, check_segments, temperature_per_query
 from bifocals.segments import blank_padding, is_padding, visible_pairs
 
@@ -44,6 +45,7 @@ def focal_attention(
     >>> focal_attention(q, k, v, temperature=0.4).shape
     torch.Size([1, 2, 5, 4])
     """
+    query, key, value = as_autocast(query, key, value)
     check_heads(query, key, value)
     check_segments(segments, key)
     check_positive("temperature", temperature)
@@ -131,7 +133,8 @@ class LearnedTemperature(nn.Module):
     def raw(self, hidden: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length outputs"]:
         """What is averaged and clamped, x w + b, in float32 at least."""
         precision = torch.promote_types(hidden.dtype, torch.float32)
-        return nn.functional.linear(hidden.to(precision), self.weight.to(precision), self.bias.to(precision))
+        with without_autocast(hidden):
+            return nn.functional.linear(hidden.to(precision), self.weight.to(precision), self.bias.to(precision))
 
     def clamp(self, raw: Float[Tensor, "batch length outputs"]) -> Float[Tensor, "batch outputs length 1"]:
         return soft_clamp(raw, self.minimum, self.maximum).mT[..., None]

@@ -27,6 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bifocals.autocast import as_autocast
 from bifocals.backends.dense import dense_attention
 from bifocals.backends.operator import focus_forward
 from bifocals.checks import (
@@ -75,6 +76,7 @@ def focus_attention(
     >>> focus_attention(q, k, v, membership=groups, window=16).shape
     torch.Size([1, 2, 300, 16])
     """
+    query, key, value = as_autocast(query, key, value)
     check_heads(query, key, value)
     check_segments(segments, key)
     check_counts(window, sinks)
@@ -94,8 +96,9 @@ def focus_attention(
         check_group_count("membership", membership, key_membership)
     if backend not in ("auto", "dense", "sdpa"):
         raise ValueError(f"backend: expected 'auto', 'dense' or 'sdpa', got {backend!r}. 'auto' picks the fastest.")
-    if query.numel() == 0 or key.numel() == 0 or value.numel() == 0:
-        return query.new_zeros(*query.shape[:3], value.shape[3])
+    if query.shape[:3].numel() == 0 or value.shape[3] == 0:
+        # Nothing comes out; what it is made of still gets a gradient, of zeros.
+        return query.new_zeros(*query.shape[:3], value.shape[3]) * (query.sum() + key.sum() + value.sum())
     if backend == "auto":
         choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature)
     else:
@@ -289,6 +292,7 @@ def soft_focus_attention(
     log        logit + log(a)                closes, and equals the hard pattern in the limit
     sigmoid    logit * sigmoid(slope * a)    the paper's; never closes
     """
+    query, key, value = as_autocast(query, key, value)
     check_heads(query, key, value)
     check_segments(segments, key)
     check_counts(window, sinks)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
+from bifocals.autocast import without_autocast
 from bifocals.cache import Companion, companion_of, last_sums, nothing_remembered, remember, self_attention_cache
 from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
@@ -106,7 +107,8 @@ class LayerLens(nn.Module):
                 "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
                 "ones. Use balance='causal', or use_cache=False."
             )
-        routing = self.router(hidden, real)
+        with without_autocast(hidden):
+            routing = self.router(hidden, real)
         if self.settings.mode == "soft":
             return routing.gates()
         groups = self.router.hard_groups(routing, self.settings.top_k)

@@ -10,6 +10,7 @@ from bifocals import FocalConfig, FocusConfig, attach, check, fold, lens_of, loa
 from bifocals.families import FAMILIES
 from bifocals.interface import NAME
 from bifocals.layer import LayerLens
+from bifocals.tape import Tape
 from bifocals.testing import TINY, inputs_of, tiny_model, tiny_tokens
 
 DECODERS = [family for family in TINY if family not in ("bert", "bart")]
@@ -241,3 +242,18 @@ def test_gradient_checkpointing_changes_no_gradient(family):
         gradients.append([parameter.grad for parameter in lens.parameters()])
     for plain, checkpointed in zip(*gradients):
         assert torch.allclose(plain, checkpointed, rtol=1e-6, atol=1e-12)
+
+
+@every_family
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+def test_autocast_is_borne_and_routes_in_float32(family, mode):
+    model, tokens = tiny_model(family, dtype=torch.float32), tiny_tokens()
+    lens = attach(model, FocalConfig(form="token"), FOCUS)
+    lens.mode = mode
+    inputs = inputs_of(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16), lens.taped(Tape()) as tape:
+        model(**inputs).logits.float().square().mean().backward()
+    learned = [name for name, _ in lens.named_parameters() if mode == "soft" or "temperature" in name]
+    assert learned == [name for name, parameter in lens.named_parameters() if parameter.grad is not None]
+    assert all(margin.dtype == torch.float32 for margin in tape.margins.values())
+    assert bool(tape.margins) == (mode == "hard")

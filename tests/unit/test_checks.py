@@ -49,6 +49,10 @@ HEADS = {
     "values of other tokens": ({"value": torch.zeros(2, 2, 8, 8)}, "key and value", "(2, 2, 8, 8)"),
     "another batch": ({"query": torch.zeros(1, 4, 9, 8)}, "batch and dim", "(1, 4, 9, 8)"),
     "another dim": ({"query": torch.zeros(2, 4, 9, 6)}, "batch and dim", "(2, 4, 9, 6)"),
+    "vectors of no numbers": (
+        {"query": torch.zeros(2, 4, 9, 0), "key": torch.zeros(2, 2, 9, 0)},
+        *("dim >= 1", "(2, 4, 9, 0)"),
+    ),
     "heads that do not divide": ({"query": torch.zeros(2, 3, 9, 8)}, "multiple", "3 and 2"),
     "no heads": ({"key": torch.zeros(2, 0, 9, 8), "value": torch.zeros(2, 0, 9, 8)}, "multiple", "4 and 0"),
     "more queries than keys": ({"query": torch.zeros(2, 4, 10, 8)}, "as many queries as keys", "10 and 9"),

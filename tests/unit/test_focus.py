@@ -84,3 +84,13 @@ def test_a_later_token_changes_no_earlier_output():
             for inputs, sides in (((query, key, value), membership), (changed, other))
         )
         torch.testing.assert_close(before, after)
+
+
+@pytest.mark.parametrize("backend", ["auto", "dense", "sdpa"])
+@pytest.mark.parametrize("shape", [(0, 2, 5, 4), (1, 2, 0, 4)])
+def test_nothing_has_a_gradient_of_zeros_all_the_same(backend, shape):
+    query, key, value = (torch.zeros(shape, requires_grad=True) for _ in range(3))
+    membership = torch.ones(shape[0], 1, shape[2], 3, dtype=torch.bool)
+    bifocals.focus_attention(query, key, value, membership=membership, window=1, backend=backend).sum().backward()
+    for tensor in (query, key, value):
+        assert torch.equal(tensor.grad, torch.zeros(shape))
