@@ -27,14 +27,14 @@ class FocalConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _expect(
+        expect(
             0 < self.temperature <= MAXIMUM_TEMPERATURE,
             f"temperature in (0, {MAXIMUM_TEMPERATURE:g}]",
             self.temperature,
             "0.4 is the paper's choice and 1 is standard attention",
         )
         if self.is_learned:
-            _expect(
+            expect(
                 0 < self.minimum < self.temperature < self.maximum,
                 "0 < minimum < temperature < maximum",
                 (self.minimum, self.temperature, self.maximum),
@@ -51,16 +51,21 @@ class FocusConfig:
     """Focus attention: near tokens in full, far tokens only inside the groups a query reads."""
 
     groups: int = option(8, "How many groups the tokens are sorted into.")
-    top_k: int = option(0, "How many groups each query reads; 0 means two, or one if there is only one group.")
+    top_k: int = option(
+        0, "How many groups each query reads, with networks on average; 0 means two, or one if there is only one group."
+    )
     window: int = option(128, "Keys at most this far from the query are near: always read.")
     sinks: int = option(4, "The first tokens of a sequence, which every query reads.")
-    dim: int = option(16, "Size of the space in which tokens are compared with the centroids.")
+    dim: int = option(16, "Size of the space in which tokens meet the centroids; with networks, their hidden width.")
     tau: float = option(0.1, "The scores are divided by this; smaller makes soft groups harder.")
     routers: Literal["kv_head", "layer"] = option("kv_head", "One router for each key-value head, or for each layer.")
     sides: Literal["separate", "same"] = option(
         "separate", "Queries and keys have their own projections, keys in one group; or both are in the same groups."
     )
-    score: Literal["cosine", "dot"] = option("cosine", "How a token is compared with a centroid.")
+    score: Literal["cosine", "dot", "network"] = option(
+        "cosine",
+        "How a token is compared with a centroid; or small networks score the base's own queries and keys.",
+    )
     balance: Literal["causal", "sinkhorn"] = option(
         "causal",
         "Equal groups by potentials learned from past steps, or by Sinkhorn over the sequence (it looks ahead).",
@@ -73,17 +78,29 @@ class FocusConfig:
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        _expect(self.groups >= 1, "groups >= 1", self.groups, "1 group is the base model")
+        expect(self.groups >= 1, "groups >= 1", self.groups, "1 group is the base model")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", min(2, self.groups))
-        _expect(1 <= self.top_k <= self.groups, f"top_k in 1..{self.groups}", self.top_k, "lower top_k or raise groups")
-        _expect(self.window >= 0, "window >= 0", self.window, "0 keeps only the token itself near")
-        _expect(self.sinks >= 0, "sinks >= 0", self.sinks, "0 keeps no token always visible")
-        _expect(self.dim >= 1, "dim >= 1", self.dim, "16 is enough for most models")
-        _expect(self.tau > 0, "tau > 0", self.tau, "0.1 is the paper's choice")
-        _expect(self.slope > 0, "slope > 0", self.slope, "it multiplies g_i.g_j inside the sigmoid")
-        _expect(self.rounds >= 1, "rounds >= 1", self.rounds, "10 is the paper's choice")
-        _expect(0 <= self.momentum < 1, "momentum in [0, 1)", self.momentum, "0.9 averages about ten steps")
+        expect(1 <= self.top_k <= self.groups, f"top_k in 1..{self.groups}", self.top_k, "lower top_k or raise groups")
+        expect(self.window >= 0, "window >= 0", self.window, "0 keeps only the token itself near")
+        expect(self.sinks >= 0, "sinks >= 0", self.sinks, "0 keeps no token always visible")
+        expect(self.dim >= 1, "dim >= 1", self.dim, "16 is enough for most models")
+        expect(self.tau > 0, "tau > 0", self.tau, "0.1 is the paper's choice")
+        expect(self.slope > 0, "slope > 0", self.slope, "it multiplies g_i.g_j inside the sigmoid")
+        expect(self.rounds >= 1, "rounds >= 1", self.rounds, "10 is the paper's choice")
+        expect(0 <= self.momentum < 1, "momentum in [0, 1)", self.momentum, "0.9 averages about ten steps")
+        if self.score == "network":
+            expect(
+                (self.routers, self.sides, self.balance) == ("kv_head", "separate", "causal"),
+                "routers='kv_head', sides='separate' and balance='causal' with score='network'",
+                (self.routers, self.sides, self.balance),
+                "networks score each head by itself; FocusConfig.network() sets what goes with them",
+            )
+
+    @classmethod
+    def network(cls, **options: Any) -> "FocusConfig":
+        """Small networks on the base's own queries and keys: what keeps most of a model's quality once it is fitted."""
+        return cls(**{"score": "network", "dim": 64, "tau": 1.0, **options})
 
     @classmethod
     def paper(cls, **options: Any) -> "FocusConfig":
@@ -121,9 +138,9 @@ def _check_choices(config: Config) -> None:
     for name, hint in get_type_hints(type(config)).items():
         choices = get_args(hint)
         if choices:
-            _expect(getattr(config, name) in choices, f"{name} one of {choices}", getattr(config, name), "choose one")
+            expect(getattr(config, name) in choices, f"{name} one of {choices}", getattr(config, name), "choose one")
 
 
-def _expect(claim: bool, expected: str, got: object, remedy: str) -> None:
+def expect(claim: bool, expected: str, got: object, remedy: str) -> None:
     if not claim:
         raise ValueError(f"Expected {expected}, got {got!r}: {remedy}.")

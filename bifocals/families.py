@@ -1,8 +1,9 @@
 """Where attention lives in each transformers family: one entry in a table, no class for each model.
 
 To add a family whose attention goes through transformers' attention interface, add one entry: the class of its
-attention modules, and where the rows that make the query are (which only ``fold`` needs). Masks, sliding windows,
-softcaps and scales need no entry: the model itself passes them on.
+attention modules, where the rows that make the query are (which only ``fold`` needs), and where a token's own query
+and key can be seen before rotation (which only routers with networks need). Masks, sliding windows, softcaps and scales
+need no entry: the model itself passes them on.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,15 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """Submodules whose outputs are a token's query and key before rotation; if it is one for both, how to part them."""
+
+    query: str = "q_proj"
+    key: str = "k_proj"
+    part: Callable[[Tensor, int, int], tuple[Tensor, Tensor]] | None = None  # output, heads, key-value heads
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What has to be known of a family that its models do not tell by themselves."""
 
@@ -30,6 +40,7 @@ class Family:
     cross: str = ""  # ends the name of attention modules that read another sequence
     stacks: tuple[str, ...] = ("",)  # parts of an encoder-decoder, whose layers are counted one after the other
     softcap: str = ""  # the attribute of the attention module, and of the config, that caps the logits
+    features: Features | None = Features()
 
 
 def _first_rows(attention: Any, tensor: Tensor) -> Tensor:
@@ -47,22 +58,55 @@ def _first_of_three(attention: Any, tensor: Tensor) -> Tensor:
     return tensor.view(-1, 3, attention.head_size, *tensor.shape[1:])[:, 0]
 
 
+def _part_thirds(output: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    query, key, _ = output.chunk(3, dim=-1)
+    return query, key
+
+
+def _part_rows(output: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    dim = output.shape[-1] // (heads + 2 * kv_heads)
+    return output[..., : heads * dim], output[..., heads * dim : (heads + kv_heads) * dim]
+
+
+def _part_heads(output: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    query, key, _ = output.unflatten(-1, (heads, 3, -1)).unbind(dim=-2)
+    return query, key
+
+
 NORMED = (Query("q_norm"),)  # a norm after the projection would erase what is folded into the projection
+AFTER_NORMS = Features("q_norm", "k_norm")
 
 FAMILIES: dict[str, Family] = {
     "bart": Family(("BartAttention",), cross="encoder_attn", stacks=("encoder.", "decoder.")),
-    "bert": Family(("BertSelfAttention", "BertCrossAttention"), (Query("query"),), cross="crossattention.self"),
-    "deepseek_v3": Family(("DeepseekV3Attention",), (Query("q_proj"), Query("q_b_proj"))),
+    "bert": Family(
+        ("BertSelfAttention", "BertCrossAttention"),
+        (Query("query"),),
+        cross="crossattention.self",
+        features=Features("query", "key"),
+    ),
+    # Its keys are made anew from cached latents at every step: no submodule shows those of the new tokens alone.
+    "deepseek_v3": Family(("DeepseekV3Attention",), (Query("q_proj"), Query("q_b_proj")), features=None),
     "gemma2": Family(("Gemma2Attention",), softcap="attn_logit_softcapping"),
-    "gpt2": Family(("GPT2Attention",), (Query("c_attn", _first_third), Query("q_attn")), cross="crossattention"),
-    "gpt_neox": Family(("GPTNeoXAttention",), (Query("query_key_value", _first_of_three),)),
+    "gpt2": Family(
+        ("GPT2Attention",),
+        (Query("c_attn", _first_third), Query("q_attn")),
+        cross="crossattention",
+        features=Features("c_attn", "c_attn", _part_thirds),
+    ),
+    "gpt_neox": Family(
+        ("GPTNeoXAttention",),
+        (Query("query_key_value", _first_of_three),),
+        features=Features("query_key_value", "query_key_value", _part_heads),
+    ),
     "llama": Family(("LlamaAttention",)),
     "mistral": Family(("MistralAttention",)),
     "mixtral": Family(("MixtralAttention",)),
-    "olmo2": Family(("Olmo2Attention",), NORMED),
-    "phi3": Family(("Phi3Attention",), (Query("qkv_proj", _first_rows),)),
+    "olmo2": Family(("Olmo2Attention",), NORMED, features=AFTER_NORMS),
+    "phi3": Family(
+        ("Phi3Attention",), (Query("qkv_proj", _first_rows),), features=Features("qkv_proj", "qkv_proj", _part_rows)
+    ),
     "qwen2": Family(("Qwen2Attention",)),
-    "qwen3": Family(("Qwen3Attention",), NORMED),
+    "qwen3": Family(("Qwen3Attention",), NORMED, features=AFTER_NORMS),
 }
 SUPPORTED = ", ".join(FAMILIES)
 HOW_TO_ADD = "To add one, see bifocals/families.py."
@@ -81,6 +125,8 @@ class Site:
     hidden_size: int
     heads: int
     kv_heads: int
+    head_dim: int
+    features: Features | None
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -138,4 +184,6 @@ def _site(model: PreTrainedModel, family: Family, name: str, module: nn.Module, 
         hidden_size=int(model.config.hidden_size),
         heads=heads,
         kv_heads=heads // int(getattr(module, "num_key_value_groups", 1)),
+        head_dim=int(getattr(module, "head_dim", None) or model.config.hidden_size // heads),
+        features=family.features,
     )

@@ -1,12 +1,13 @@
 """The lens of one layer: its temperature, its router, and how its attention is computed from them."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from bifocals.autocast import without_autocast
@@ -16,6 +17,7 @@ from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
 from bifocals.interface import BasePattern, base_attention, cross_attention, focus_over_all_pairs
+from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
@@ -31,6 +33,21 @@ class Settings:
     top_k: int = 1
     name: str = field(default_factory=lambda: uuid4().hex[:8])
     tape: Tape | None = None
+    capture: "Captures | None" = None
+
+
+class Captures(Protocol):
+    """Takes what the layers would route and attend, while they compute the base's own attention."""
+
+    def take(
+        self,
+        layer: str,
+        routed: tuple[Tensor, ...],
+        query: Tensor,
+        key: Tensor,
+        pattern: BasePattern,
+        how: dict[str, Any],
+    ) -> None: ...
 
 
 class LayerLens(nn.Module):
@@ -42,13 +59,30 @@ class LayerLens(nn.Module):
         self.cached_layer = int(site.module.layer_idx)  # type: ignore[arg-type]
         self.focus, self.settings = focus, settings
         self.temperature = None if focal is None else _temperature(site, focal)
-        self.router: Router | None = None
-        if focus is not None:
-            routers = site.kv_heads if focus.routers == "kv_head" else 1
-            self.router = Router(site.hidden_size, routers, focus, is_causal=site.is_causal)
+        self.router = None if focus is None else _router(site, focus)
+        self.heads, self.kv_heads = site.heads, site.kv_heads
+        self.features = site.features if isinstance(self.router, NetworkRouter) else None
         self.hidden: Tensor | None = None
+        self.query_seen: Tensor | None = None
+        self.key_seen: Tensor | None = None
         self.past: Cache | None = None
         self.register_load_state_dict_post_hook(_forgive_absence)
+
+    def watch(self, module: nn.Module) -> list[RemovableHandle]:
+        """Have the attention module show its hidden states and cache and, to networks, its queries and keys."""
+        hooks = [module.register_forward_pre_hook(self.see, with_kwargs=True)]
+        if self.features is not None:
+            hooks.append(module.get_submodule(self.features.query).register_forward_hook(self.see_query))
+            hooks.append(module.get_submodule(self.features.key).register_forward_hook(self.see_key))
+        return hooks
+
+    def see_query(self, projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self.settings.mode != "off":
+            self.query_seen = output
+
+    def see_key(self, projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self.settings.mode != "off":
+            self.key_seen = output
 
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the attention module runs: keep what its attention function will not be given."""
@@ -78,7 +112,11 @@ class LayerLens(nn.Module):
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout, "temperature": temperature}
         if self.is_cross:
             return cross_attention(query, key, value, pattern, **how)
-        reads, holds = (None, None) if self.router is None else self._route(hidden, real, memory)
+        routed = self._routed(hidden)
+        if self.router is not None and self.settings.capture is not None:
+            self.settings.capture.take(self.name, routed, query, key, pattern, how)
+            return base_attention(query, key, value, pattern, **how)
+        reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)
         if memory is not None:
             blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
             holds, _ = remember(memory, blank if holds is None else holds, blank if sums is None else sums)
@@ -98,7 +136,24 @@ class LayerLens(nn.Module):
         settings = self.settings
         return companion_of(past, self.cached_layer, self.owner, lambda: settings.mode != "off", new)
 
-    def _route(self, hidden: Tensor, real: Tensor | None, memory: Companion | None) -> tuple[Tensor, Tensor]:
+    def _routed(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the router looks at: hidden states, or the queries and keys of each head, (batch, head, length, dim)."""
+        if self.features is None:
+            return (hidden,)
+        query, key, self.query_seen, self.key_seen = self.query_seen, self.key_seen, None, None
+        assert query is not None, "the hooks run before attention"
+        assert key is not None, "the hooks run before attention"
+        if self.features.part is not None:
+            query, key = self.features.part(query, self.heads, self.kv_heads)
+        length = hidden.shape[1]
+        return (
+            query.reshape(-1, length, self.heads, query.shape[2:].numel() // self.heads).transpose(1, 2),
+            key.reshape(-1, length, self.kv_heads, key.shape[2:].numel() // self.kv_heads).transpose(1, 2),
+        )
+
+    def _route(
+        self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | None
+    ) -> tuple[Tensor, Tensor]:
         """The gates (soft) or groups (hard) of the new tokens, as queries and as keys."""
         assert self.router is not None
         assert self.focus is not None
@@ -107,13 +162,12 @@ class LayerLens(nn.Module):
                 "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
                 "ones. Use balance='causal', or use_cache=False."
             )
-        with without_autocast(hidden):
-            routing = self.router(hidden, real)
+        with without_autocast(routed[0]):
+            routing = self.router(*routed, real)
         if self.settings.mode == "soft":
             return routing.gates()
-        groups = self.router.hard_groups(routing, self.settings.top_k)
-        tape = self.settings.tape
-        return groups if tape is None else tape.pass_on(self.name, groups, routing, self.settings.top_k, real)
+        tape, top_k = self.settings.tape, self.settings.top_k
+        return routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
 
     def _temperature(
         self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | None
@@ -183,6 +237,18 @@ class LayerLens(nn.Module):
     # The base's state_dict shows the base's keys alone, so that its checkpoints stay stock.
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
         return super().state_dict(*args, **kwargs) if destination is None else destination
+
+
+def _router(site: Site, focus: FocusConfig) -> AnyRouter:
+    if focus.score != "network":
+        routers = site.kv_heads if focus.routers == "kv_head" else 1
+        return Router(site.hidden_size, routers, focus, is_causal=site.is_causal)
+    if site.features is None:
+        raise ValueError(
+            f"score='network' is not offered for {type(site.module).__name__}: no submodule of it shows the keys of "
+            "new tokens before rotation. Use score='cosine'."
+        )
+    return NetworkRouter(site.heads, site.kv_heads, site.head_dim, focus)
 
 
 def _temperature(site: Site, focal: FocalConfig) -> ConstantTemperature | LearnedTemperature:

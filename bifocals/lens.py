@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bifocals.config import Config, FocalConfig, FocusConfig
 from bifocals.families import Site, attention_sites
 from bifocals.interface import NAME, register
-from bifocals.layer import LayerLens, Mode, Settings
+from bifocals.layer import Captures, LayerLens, Mode, Settings
 from bifocals.measure import Measurement, measure_patterns
-from bifocals.routing import Router
+from bifocals.network import AnyRouter
 from bifocals.tape import Tape
 
 ATTRIBUTE = "_bifocals_lens"
@@ -79,7 +79,7 @@ class Lens:
         for site, lens in lenses:
             lens.train(site.module.training)
             site.module.add_module(NAME, lens)
-            self._hooks.append(site.module.register_forward_pre_hook(lens.see, with_kwargs=True))
+            self._hooks += lens.watch(site.module)
             self._layers[site.name] = site.module, lens
         model.__dict__[ATTRIBUTE] = self
         self.mode = settings.mode
@@ -98,7 +98,7 @@ class Lens:
         return [module for module, _ in self._layers.values()]
 
     @property
-    def routers(self) -> dict[str, Router]:
+    def routers(self) -> dict[str, AnyRouter]:
         return {name: lens.router for name, lens in self.layers.items() if lens.router is not None}
 
     @property
@@ -121,7 +121,7 @@ class Lens:
 
     @property
     def top_k(self) -> int:
-        """How many groups each query reads: the dial between speed and quality."""
+        """How many groups each query reads (with networks, on average): the dial between speed and quality."""
         return self._expect_focus().top_k
 
     @top_k.setter
@@ -196,6 +196,16 @@ class Lens:
             yield tape
         finally:
             self._settings.tape = before
+
+    @contextmanager
+    def capturing(self, capture: Captures) -> Iterator[None]:
+        """Run the base's own attention and show ``capture`` what each router would see."""
+        before, self.mode = self.mode, "hard"
+        self._settings.capture = capture
+        try:
+            yield
+        finally:
+            self._settings.capture, self.mode = None, before
 
     @torch.no_grad()
     def measure(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Measurement:

@@ -32,72 +32,41 @@ class Routing:
 
     query_scores: Scores
     key_scores: Scores
+    is_shared: bool = False  # queries and keys are in the same groups
 
-    def gates(self) -> tuple[Scores, Scores]:
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """How much a query reads each group and a key is in it."""
         return self.query_scores.softmax(dim=-1), self.key_scores.softmax(dim=-1)
 
+    def groups(self, top_k: int) -> tuple[Tensor, Tensor]:
+        """The groups that queries read and keys are in."""
+        of_queries = top_groups(self.query_scores, top_k)
+        return of_queries, of_queries if self.is_shared else top_groups(self.key_scores, 1)
 
-class Router(nn.Module):
-    """Hidden states -> scores of each token for each group; one set of groups for the layer or each key-value head.
+    def margins(self, top_k: int) -> tuple[Tensor, Tensor]:
+        """By how much, in scores, the decisions were taken: for queries and for keys, (batch, router, length)."""
+        return top_margin(self.query_scores, top_k), top_margin(self.key_scores, top_k if self.is_shared else 1)
 
-    >>> router = Router(hidden_size=32, routers=2, config=FocusConfig(groups=4))
-    >>> router.membership(torch.randn(1, 10, 32))[0].shape
-    torch.Size([1, 2, 10, 4])
-    """
+
+class Balance(nn.Module):
+    """The potentials that keep groups equally full, moved once per optimizer step by what past batches asked for."""
 
     potential: Tensor
     dual_sum: Tensor
     dual_count: Tensor
 
-    def __init__(self, hidden_size: int, routers: int, config: FocusConfig, *, is_causal: bool = True) -> None:
+    def __init__(self, routers: int, config: FocusConfig) -> None:
         super().__init__()
-        if config.balance == "sinkhorn" and is_causal and not config.allow_look_ahead:
-            raise ValueError(
-                "Sinkhorn over the sequence makes a token's group depend on later tokens: expected balance='causal' "
-                "for a decoder, got 'sinkhorn'. Pass allow_look_ahead=True to measure the leak."
-            )
         self.config = config
-        sides = 1 if config.sides == "same" else 2
-        self.projection = nn.Parameter(torch.randn(sides, routers, hidden_size, config.dim) / math.sqrt(hidden_size))
-        self.centroids = nn.Parameter(torch.randn(routers, config.groups, config.dim))
         self.register_buffer("potential", torch.zeros(routers, config.groups))
         self.register_buffer("dual_sum", torch.zeros(routers, config.groups), persistent=False)
         self.register_buffer("dual_count", torch.zeros(()), persistent=False)
 
-    def scores(self, hidden: Float[Tensor, "batch length hidden"], side: int) -> Scores:
-        """Unbalanced scores of one side (0: queries, -1: keys), in float32 at least: top-k is a decision."""
-        precision = torch.promote_types(hidden.dtype, torch.float32)
-        tokens = hidden.to(precision)[:, None] @ self.projection[side].to(precision)  # (batch, router, length, dim)
-        centroids = self.centroids.to(precision)
-        if self.config.score == "cosine":
-            tokens, centroids = normalize(tokens, dim=-1), normalize(centroids, dim=-1)
-        return tokens @ centroids.mT / self.config.tau
-
-    def forward(
-        self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
-    ) -> Routing:
-        """Balanced scores of both sides; ``is_real`` is False at padding, which no balance counts."""
-        key_scores = self.scores(hidden, -1)
-        weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
-        if self.config.balance == "sinkhorn":
-            key_scores = key_scores + sinkhorn_potentials(key_scores, self.config.rounds, weights)[..., None, :]
-            return Routing(key_scores if self.config.sides == "same" else self.scores(hidden, 0), key_scores)
-        if self.training and hidden.numel() > 0:
+    def balanced(self, key_scores: Scores, weights: Float[Tensor, "batch 1 length"] | None) -> Scores:
+        """Scores plus potentials. The statistics are taken first but change nothing yet: forward is pure."""
+        if self.training and key_scores.numel() > 0:
             self.observe(key_scores, weights)
-        # The potential is read after the statistics are taken but never changed by them: forward is pure.
-        key_scores = key_scores + self.potential[:, None, :].to(key_scores.dtype)
-        return Routing(key_scores if self.config.sides == "same" else self.scores(hidden, 0), key_scores)
-
-    def membership(
-        self, hidden: Float[Tensor, "batch length hidden"], top_k: int | None = None
-    ) -> tuple[Membership, Membership]:
-        """The hard groups of queries and keys."""
-        routing = self(hidden)
-        return self.hard_groups(routing, self.config.top_k if top_k is None else top_k)
-
-    def hard_groups(self, routing: Routing, top_k: int) -> tuple[Membership, Membership]:
-        of_queries = top_groups(routing.query_scores, top_k)
-        return of_queries, of_queries if self.config.sides == "same" else top_groups(routing.key_scores, 1)
+        return key_scores + self.potential[:, None, :].to(key_scores.dtype)
 
     @torch.no_grad()
     def observe(self, key_scores: Scores, weights: Float[Tensor, "batch 1 length"] | None = None) -> None:
@@ -119,10 +88,66 @@ class Router(nn.Module):
         self.dual_count.zero_()
 
 
+class Router(Balance):
+    """Hidden states -> scores of each token for each group; one set of groups for the layer or each key-value head.
+
+    >>> router = Router(hidden_size=32, routers=2, config=FocusConfig(groups=4))
+    >>> router.membership(torch.randn(1, 10, 32))[0].shape
+    torch.Size([1, 2, 10, 4])
+    """
+
+    def __init__(self, hidden_size: int, routers: int, config: FocusConfig, *, is_causal: bool = True) -> None:
+        super().__init__(routers, config)
+        if config.balance == "sinkhorn" and is_causal and not config.allow_look_ahead:
+            raise ValueError(
+                "Sinkhorn over the sequence makes a token's group depend on later tokens: expected balance='causal' "
+                "for a decoder, got 'sinkhorn'. Pass allow_look_ahead=True to measure the leak."
+            )
+        sides = 1 if config.sides == "same" else 2
+        self.projection = nn.Parameter(torch.randn(sides, routers, hidden_size, config.dim) / math.sqrt(hidden_size))
+        self.centroids = nn.Parameter(torch.randn(routers, config.groups, config.dim))
+
+    def scores(self, hidden: Float[Tensor, "batch length hidden"], side: int) -> Scores:
+        """Unbalanced scores of one side (0: queries, -1: keys), in float32 at least: top-k is a decision."""
+        precision = torch.promote_types(hidden.dtype, torch.float32)
+        tokens = hidden.to(precision)[:, None] @ self.projection[side].to(precision)  # (batch, router, length, dim)
+        centroids = self.centroids.to(precision)
+        if self.config.score == "cosine":
+            tokens, centroids = normalize(tokens, dim=-1), normalize(centroids, dim=-1)
+        return tokens @ centroids.mT / self.config.tau
+
+    def forward(
+        self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
+    ) -> Routing:
+        """Balanced scores of both sides; ``is_real`` is False at padding, which no balance counts."""
+        key_scores = self.scores(hidden, -1)
+        weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
+        if self.config.balance == "sinkhorn":
+            key_scores = key_scores + sinkhorn_potentials(key_scores, self.config.rounds, weights)[..., None, :]
+        else:
+            key_scores = self.balanced(key_scores, weights)
+        is_shared = self.config.sides == "same"
+        return Routing(key_scores if is_shared else self.scores(hidden, 0), key_scores, is_shared)
+
+    def membership(
+        self, hidden: Float[Tensor, "batch length hidden"], top_k: int | None = None
+    ) -> tuple[Membership, Membership]:
+        """The hard groups of queries and keys."""
+        return self(hidden).groups(self.config.top_k if top_k is None else top_k)
+
+
 def top_groups(scores: Scores, top_k: int) -> Membership:
     """True at the ``top_k`` best groups of each token."""
     best = scores.topk(top_k, dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def top_margin(scores: Scores, top_k: int) -> Float[Tensor, "batch router length"]:
+    """By how much the last group chosen beats the first one not chosen."""
+    if top_k == scores.shape[-1]:
+        return torch.full_like(scores[..., 0], torch.inf)
+    ordered = scores.detach().sort(dim=-1, descending=True).values
+    return ordered[..., top_k - 1] - ordered[..., top_k]
 
 
 def sinkhorn_potentials(

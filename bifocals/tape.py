@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bifocals.routing import Routing
+from bifocals.network import AnyRouting
 
 
 @dataclass(slots=True)
@@ -20,7 +20,8 @@ class Tape:
 
     reads: dict[str, Tensor] = field(default_factory=dict)
     holds: dict[str, Tensor] = field(default_factory=dict)
-    margins: dict[str, Tensor] = field(default_factory=dict)  # how far each token was from other groups
+    read_margins: dict[str, Tensor] = field(default_factory=dict)  # how far each query was from reading other groups
+    hold_margins: dict[str, Tensor] = field(default_factory=dict)  # and each key from being in another
     flips: int = 0
     _played: dict[str, int] | None = None
     _tie: float = 0.0
@@ -32,40 +33,41 @@ class Tape:
 
     def cut(self, length: int) -> "Tape":
         """The first tokens alone."""
-        reads, holds, margins = ({name: each[:, :, :length] for name, each in kept.items()} for kept in self.tracks())
-        return Tape(reads, holds, margins)
+        reads, holds, *margins = ({name: each[:, :, :length] for name, each in kept.items()} for kept in self.tracks())
+        return Tape(reads, holds, margins[0], margins[1])
 
-    def tracks(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        return self.reads, self.holds, self.margins
+    def tracks(self) -> tuple[dict[str, Tensor], ...]:
+        return self.reads, self.holds, self.read_margins, self.hold_margins
 
     def near_ties(self, tolerance: float) -> tuple[int, int]:
-        """Tokens whose groups a difference of ``tolerance`` in the scores could flip, and all; over all layers."""
-        close = sum(int((margin < tolerance).sum()) for margin in self.margins.values())
-        return close, sum(margin.numel() for margin in self.margins.values())
+        """Decisions that a difference of ``tolerance`` in the scores could flip, and all; over all layers."""
+        margins = [*self.read_margins.values(), *self.hold_margins.values()]
+        return sum(int((margin < tolerance).sum()) for margin in margins), sum(margin.numel() for margin in margins)
 
-    def pass_on(
-        self, layer: str, groups: tuple[Tensor, Tensor], routing: Routing, top_k: int, real: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The groups that the layer should use, given those that it chose."""
-        is_shared = groups[0] is groups[1]
-        margin = torch.minimum(
-            _margin(routing.query_scores, top_k, real), _margin(routing.key_scores, top_k if is_shared else 1, real)
-        )
+    def pass_on(self, layer: str, routing: AnyRouting, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The groups that the layer should use, given those that it would choose."""
+        groups = routing.groups(top_k)
+        # Padding decides nothing.
+        margins = [
+            margin if real is None else margin.masked_fill(~real[:, None], torch.inf)
+            for margin in routing.margins(top_k)
+        ]
         if self._played is not None:
-            return self._play(layer, groups, margin, self._played)
-        for kept, new in zip(self.tracks(), (*groups, margin)):
+            return self._play(layer, groups, margins, self._played)
+        for kept, new in zip(self.tracks(), (*groups, *margins)):
             kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
         return groups
 
     def _play(
-        self, layer: str, live: tuple[Tensor, Tensor], margin: Tensor, played: dict[str, int]
+        self, layer: str, live: tuple[Tensor, Tensor], margins: list[Tensor], played: dict[str, int]
     ) -> tuple[Tensor, Tensor]:
         start = played[layer]
-        stop = played[layer] = start + margin.shape[2]
-        reads, holds, recorded = (kept[layer][:, :, start:stop] for kept in self.tracks())
-        length = recorded.shape[2]
-        differ = ((live[0][:, :, :length] != reads) | (live[1][:, :, :length] != holds)).any(dim=-1)
-        self.flips += int((differ & (torch.minimum(margin[:, :, :length], recorded) >= self._tie)).sum())
+        stop = played[layer] = start + live[0].shape[2]
+        reads, holds, *recorded = (kept[layer][:, :, start:stop] for kept in self.tracks())
+        length = reads.shape[2]
+        for now, then, margin, margin_then in zip(live, (reads, holds), margins, recorded):
+            differ = (now[:, :, :length] != then).any(dim=-1)
+            self.flips += int((differ & (torch.minimum(margin[:, :, :length], margin_then) >= self._tie)).sum())
         return torch.cat([reads, live[0][:, :, length:]], dim=2), torch.cat([holds, live[1][:, :, length:]], dim=2)
 
 
@@ -76,12 +78,3 @@ class NearOnly(Tape):
         reads, holds = super().pass_on(layer, *others)
         self.reads[layer] = torch.zeros_like(self.reads[layer])
         return torch.zeros_like(reads), holds
-
-
-def _margin(scores: Tensor, best: int, real: Tensor | None) -> Tensor:
-    """By how much the last group chosen beats the first one not chosen; padding decides nothing."""
-    if best == scores.shape[-1]:
-        return torch.full_like(scores[..., 0], torch.inf)
-    ordered = scores.detach().sort(dim=-1, descending=True).values
-    margin = ordered[..., best - 1] - ordered[..., best]
-    return margin if real is None else margin.masked_fill(~real[:, None], torch.inf)

@@ -1,0 +1,108 @@
+"""What the mass objective needs of one forward of the base, kept for many updates of the routers.
+
+    routed          what the router looks at: of every key, and of some queries, the rows
+    query, key      as attention compares them, so that the rows of the base's attention can be had again
+
+Both grow with the length alone: rows of attention, length long, are computed for one layer at a time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bifocals.interface import BasePattern
+from bifocals.lens import Lens, evaluating
+
+
+@dataclass(slots=True)
+class LayerCapture:
+    """One layer: a list entry for each sequence."""
+
+    routed_rows: list[Tensor] = field(default_factory=list)  # (head, row, dim), or hidden states (row, hidden)
+    routed_keys: list[Tensor] = field(default_factory=list)  # (kv_head, key, dim), or hidden states (key, hidden)
+    query: list[Tensor] = field(default_factory=list)  # (head, row, dim), scaled
+    key: list[Tensor] = field(default_factory=list)  # (kv_head, key, dim)
+    softcap: float | None = None
+    reach: int | None = None
+    is_causal: bool = True
+
+    def far_keys(self, rows: Tensor, length: int, window: int, sinks: int) -> Tensor:
+        """True where a key is far from the query of a row, and the base reads it: (row, key)."""
+        apart = rows[:, None] - torch.arange(length, device=rows.device)
+        far = (apart if self.is_causal else apart.abs()) > window
+        if self.reach is not None:
+            far &= apart.abs() < self.reach
+        far[:, :sinks] = False
+        return far
+
+    def far_attention(self, sequence: int, chosen: slice, rows: Tensor, far: Tensor) -> Tensor:
+        """The base's attention from the chosen rows to their far keys, 0 elsewhere: (head, row, key)."""
+        query, key = self.query[sequence][:, chosen], self.key[sequence]
+        query, key = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (query, key))
+        heads, count, dim = query.shape
+        logits = (query.reshape(key.shape[0], -1, dim) @ key.mT).view(heads, count, -1)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        apart = rows[:, None] - torch.arange(key.shape[1], device=rows.device)
+        hidden = apart < 0 if self.is_causal else torch.zeros_like(far)
+        if self.reach is not None:
+            hidden = hidden | (apart.abs() >= self.reach)
+        return logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1).mul_(far)
+
+
+class Capture:
+    """Takes what passes through the layers of a lens while the base runs, at the rows of the sequence at hand."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, LayerCapture] = {}
+        self.rows = torch.empty(0, dtype=torch.long)
+
+    def take(
+        self,
+        layer: str,
+        routed: tuple[Tensor, ...],
+        query: Tensor,
+        key: Tensor,
+        pattern: BasePattern,
+        how: dict[str, Any],
+    ) -> None:
+        """Called by each layer, with what it would route and attend; ``how`` is how it scales logits."""
+        kept = self.layers.setdefault(layer, LayerCapture())
+        temperature, softcap = how["temperature"], how["softcap"]
+        if softcap is not None and isinstance(temperature, Tensor):
+            raise ValueError(
+                "The mass objective cannot rebuild attention that has both a softcap and a learned temperature: "
+                "expected a constant temperature. Fit Focus without Focal, or with form='constant'."
+            )
+        scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
+        kept.softcap = None if softcap is None else softcap / temperature
+        kept.reach, kept.is_causal = pattern.reach, pattern.is_causal
+        rows = self.rows.to(query.device)
+        kept.query.append(_compact((query * (scale / temperature))[0, :, rows]))
+        kept.key.append(_compact(key[0]))
+        kept.routed_rows.append(_compact(routed[0][0].index_select(-2, rows)))
+        kept.routed_keys.append(_compact(routed[-1][0]))
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Half the memory; other precisions than float32 stay, as their range or exactness may be wanted."""
+    return tensor.to(torch.float16 if tensor.dtype == torch.float32 else tensor.dtype, copy=True).contiguous()
+
+
+@torch.no_grad()
+def capture_layers(
+    lens: Lens, blocks: Tensor, rows: Tensor, seen: Callable[[int], None] = lambda count: None
+) -> dict[str, LayerCapture]:
+    """One forward of the base for each block, (block, length), at its rows, (block, row)."""
+    capture = Capture()
+    body = lens.model.base_model
+    device = next(body.parameters()).device
+    with evaluating(lens.model), lens.capturing(capture):
+        for number, (block, chosen) in enumerate(zip(blocks, rows)):
+            capture.rows = chosen
+            body(input_ids=block[None].to(device), use_cache=False)
+            seen(number + 1)
+    return capture.layers
