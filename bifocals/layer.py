@@ -1,5 +1,6 @@
 """The lens of one layer: its temperature, its router, and how its attention is computed from them."""
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 from uuid import uuid4
@@ -50,6 +51,18 @@ class Captures(Protocol):
     ) -> None: ...
 
 
+class Seen(threading.local):
+    """What the hooks leave for attention, for each thread by itself: one model may serve several at a time."""
+
+    hidden: Tensor | None = None
+    past: Cache | None = None
+    query: Tensor | None = None
+    key: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type["Seen"], tuple[()]]:
+        return Seen, ()  # a copy has seen nothing
+
+
 class LayerLens(nn.Module):
     """Sits inside an attention module; sees its hidden states and cache by a hook, and computes its attention."""
 
@@ -62,10 +75,7 @@ class LayerLens(nn.Module):
         self.router = None if focus is None else _router(site, focus)
         self.heads, self.kv_heads = site.heads, site.kv_heads
         self.features = site.features if isinstance(self.router, NetworkRouter) else None
-        self.hidden: Tensor | None = None
-        self.query_seen: Tensor | None = None
-        self.key_seen: Tensor | None = None
-        self.past: Cache | None = None
+        self.seen = Seen()
         self.register_load_state_dict_post_hook(_forgive_absence)
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
@@ -78,19 +88,19 @@ class LayerLens(nn.Module):
 
     def see_query(self, projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self.settings.mode != "off":
-            self.query_seen = output
+            self.seen.query = output
 
     def see_key(self, projection: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self.settings.mode != "off":
-            self.key_seen = output
+            self.seen.key = output
 
     def see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the attention module runs: keep what its attention function will not be given."""
         if self.settings.mode == "off":
             return
-        self.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.seen.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         found = next((item for item in (*args, *kwargs.values()) if isinstance(item, Cache)), None)
-        self.past = None if self.is_cross else self_attention_cache(found)
+        self.seen.past = None if self.is_cross else self_attention_cache(found)
 
     def attend(
         self,
@@ -104,7 +114,8 @@ class LayerLens(nn.Module):
         dropout: float = 0.0,
     ) -> Tensor:
         """The attention of this layer, by what the hook has seen."""
-        hidden, past, self.hidden, self.past = self.hidden, self.past, None, None
+        hidden, past = self.seen.hidden, self.seen.past
+        self.seen.hidden = self.seen.past = None
         assert hidden is not None, "the hook runs before attention"
         memory = None if past is None else self._companion(past, query.shape[2])
         real = None if self.is_cross or pattern.segments is None else pattern.segments[:, -query.shape[2] :] >= 0
@@ -140,7 +151,8 @@ class LayerLens(nn.Module):
         """What the router looks at: hidden states, or the queries and keys of each head, (batch, head, length, dim)."""
         if self.features is None:
             return (hidden,)
-        query, key, self.query_seen, self.key_seen = self.query_seen, self.key_seen, None, None
+        query, key = self.seen.query, self.seen.key
+        self.seen.query = self.seen.key = None
         assert query is not None, "the hooks run before attention"
         assert key is not None, "the hooks run before attention"
         if self.features.part is not None:

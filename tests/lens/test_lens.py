@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -130,6 +131,17 @@ def test_a_stock_state_loads_into_a_model_with_a_lens():
     assert all(torch.equal(tensor, before[name]) for name, tensor in lens.state_dict().items())
     with lens.disabled():
         assert torch.equal(logits(model, tokens), logits(other, tokens))
+
+
+def test_threads_that_share_a_model_do_not_see_each_other():
+    model = tiny_model("llama")
+    attach(model, FocalConfig(form="prefix"), FOCUS)
+    rows = [tiny_tokens(length=length, seed=length) for length in (30, 40, 50)]
+    expected = [logits(model, row) for row in rows]
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(5):
+            for got, alone in zip(threads.map(lambda row: logits(model, row), rows), expected):
+                assert torch.equal(got, alone)
 
 
 def test_the_dial_changes_what_is_read_and_measure_says_how_much():
