@@ -17,7 +17,7 @@ from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
-from bifocals.interface import BasePattern, base_attention, cross_attention, focus_over_all_pairs
+from bifocals.interface import NAME, BasePattern, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
@@ -98,6 +98,11 @@ class LayerLens(nn.Module):
         """Before the attention module runs: keep what its attention function will not be given."""
         if self.settings.mode == "off":
             return
+        if module.config._attn_implementation != NAME:  # type: ignore[union-attr]
+            raise ValueError(
+                f"The model's attention was switched under its lens: expected {NAME!r}, got "
+                f"{module.config._attn_implementation!r}. Switch it while lens.mode is 'off', or after lens.detach()."  # type: ignore[union-attr]
+            )
         self.seen.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         found = next((item for item in (*args, *kwargs.values()) if isinstance(item, Cache)), None)
         self.seen.past = None if self.is_cross else self_attention_cache(found)

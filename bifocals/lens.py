@@ -34,12 +34,13 @@ ATTRIBUTE = "_bifocals_lens"
 def attach(model: PreTrainedModel, *configs: Config, layers: Iterable[int] | None = None) -> "Lens":
     """Fit a lens to ``model`` in place: Focal, Focus or both, on all layers or on those named."""
     focal, focus = _sort_configs(configs)
-    if lens_of(model) is not None:
+    every_site = attention_sites(model)
+    if any(NAME in site.module._modules for site in every_site):
         raise ValueError(
             f"This {type(model).__name__} has a lens already: expected a model without one. Call "
             "bifocals.lens_of(model).detach() first; to have both methods, pass both configs to one attach."
         )
-    sites = choose_sites(attention_sites(model), layers)
+    sites = choose_sites(every_site, layers)
     settings = Settings(top_k=1 if focus is None else focus.top_k)
     # Everything that may fail comes first: nothing half-done is left behind.
     lenses = [(site, _layer_lens(site, focal, focus, settings)) for site in sites]
@@ -54,9 +55,8 @@ def attach(model: PreTrainedModel, *configs: Config, layers: Iterable[int] | Non
 
 
 def lens_of(model: nn.Module) -> "Lens | None":
-    """The lens of a model, or None."""
-    lens = model.__dict__.get(ATTRIBUTE)
-    return lens if isinstance(lens, Lens) else None
+    """The lens of a model, or of the model that it wraps; or None."""
+    return next((part.__dict__[ATTRIBUTE] for part in model.modules() if ATTRIBUTE in part.__dict__), None)
 
 
 class Lens:
@@ -116,8 +116,10 @@ class Lens:
             raise ValueError(f"mode: expected one of {get_args(Mode)}, got {mode!r}. 'off' is the base model.")
         self._expect_attached()
         self._settings.mode = mode
-        for config, own in zip(self._configs, self._implementations):
-            config._attn_implementation_internal = own if mode == "off" else NAME
+        for number, config in enumerate(self._configs):
+            if config._attn_implementation != NAME:
+                self._implementations[number] = config._attn_implementation  # perhaps chosen while the lens was off
+            config._attn_implementation_internal = self._implementations[number] if mode == "off" else NAME
 
     @property
     def top_k(self) -> int:

@@ -123,6 +123,20 @@ def test_saving_the_model_writes_a_stock_checkpoint(tmp_path):
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(fitted), tokens), base)
 
 
+def test_another_attention_under_a_lens_is_refused_and_chosen_while_off_is_kept():
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    lens = attach(model, FOCUS)
+    fitted = logits(model, tokens)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"switched under its lens: expected 'bifocals', got 'eager'.*'off'"):
+        logits(model, tokens)
+    lens.mode = "off"
+    assert model.config._attn_implementation == "eager"
+    lens.mode = "hard"
+    assert torch.equal(logits(model, tokens), fitted)
+    assert lens.detach().config._attn_implementation == "eager"
+
+
 def test_a_stock_state_loads_into_a_model_with_a_lens():
     model, other, tokens = tiny_model("llama"), tiny_model("llama", seed=7), tiny_tokens()
     lens = attach(model, FocalConfig(form="token"), FOCUS)
@@ -321,6 +335,26 @@ def test_a_second_lens_is_refused_and_the_first_stays():
     with pytest.raises(ValueError, match="has a lens already"):
         attach(model, FocalConfig())
     assert lens_of(model) is lens
+
+
+@pytest.mark.parametrize("first", ["whole", "body"])
+def test_a_second_lens_is_refused_through_another_door_too(first):
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    doors = {"whole": model, "body": model.model}
+    lens = attach(doors.pop(first), FOCUS)
+    fitted = logits(model, tokens)
+    with pytest.raises(ValueError, match="has a lens already"):
+        attach(*doors.values(), FocalConfig())
+    assert torch.equal(logits(model, tokens), fitted)
+    lens.detach()
+
+
+def test_the_lens_of_a_wrapped_model_is_found():
+    model = tiny_model("llama")
+    wrapped = nn.Sequential(nn.Sequential(model))
+    assert lens_of(wrapped) is None
+    lens = attach(model, FOCUS)
+    assert lens_of(wrapped) is lens
 
 
 def test_wrong_settings_are_told_what_is_right():
