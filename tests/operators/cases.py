@@ -34,6 +34,7 @@ class Case:
     repeat: int = 1
     dim: int = 8
     value_dim: int = 8
+    size: float = 1.0  # of queries, and so of logits
     groups: int = 4
     reads: str = "one"
     holds: str | None = "one"  # None: the same as reads
@@ -75,6 +76,7 @@ def cases(draw: Callable, lengths: tuple[int, ...] = SMALL, **fixed: Any) -> Cas
         repeat=pick(1, 3),
         dim=dim,
         value_dim=pick(dim, dim, 3, 12),
+        size=pick(1.0, 1.0, 1.0, 50.0),
         groups=pick(1, 2, 4, 8, 64),
         reads=pick(*MEMBERSHIPS),
         holds=pick(None, "one", "one", *MEMBERSHIPS),
@@ -170,7 +172,7 @@ def make(case: Case, dtype: torch.dtype) -> Inputs:
             return torch.randn(batch, length, heads, dim, generator=generator).to(dtype).transpose(1, 2)
         return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
 
-    query, key = normal(heads, queries, case.dim), normal(case.kv_heads, keys, case.dim)
+    query, key = case.size * normal(heads, queries, case.dim), normal(case.kv_heads, keys, case.dim)
     value = normal(case.kv_heads, keys, case.value_dim)
     routers = {"layer": 1, "kv_head": case.kv_heads, "head": heads}
     of_queries = (batch, routers[case.routers], keys if case.holds is None else queries)

@@ -35,6 +35,18 @@ def test_a_number_is_one_fused_call_and_nothing_more(is_causal, kv_heads):
     assert torch.equal(attended, expected)
 
 
+@pytest.mark.usefixtures("as_in_production")
+@pytest.mark.parametrize("temperature", [0.4, torch.rand(2, 4, 50) + 0.3])
+def test_it_compiles_into_one_graph(temperature):
+    query, key, value = (torch.randn(2, heads, 50, 16) for heads in (4, 2, 2))
+
+    def attend(query):
+        return focal_attention(query, key, value, temperature=temperature)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query), attend(query))
+
+
 def test_a_temperature_of_one_is_standard_attention_bit_for_bit():
     query = torch.randn(1, 2, 30, 16)
     assert torch.equal(
