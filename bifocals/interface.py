@@ -135,7 +135,9 @@ def lens_attention(
     if pattern.segments is not None and pattern.segments.device != query.device:
         pattern = pattern._replace(segments=pattern.segments.to(query.device))  # layers on several devices
     lens: Any = module._modules.get(NAME)
-    attend = base_attention if lens is None else lens.attend
+    # A layer left alone that is not causal may read another sequence: its queries have no place among the keys.
+    base = base_attention if pattern.is_causal else cross_attention
+    attend = base if lens is None else lens.attend
     attended = attend(query, key, value, pattern, scale=scaling, softcap=softcap, dropout=dropout)
     return attended.transpose(1, 2).contiguous(), None
 
@@ -228,7 +230,7 @@ def cross_attention(
     dropout: float = 0.0,
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """Every query reads every token of the other sequence."""
+    """Every query reads every token of the other sequence (or of its own, where nothing is causal)."""
     segments = pattern.segments_of(key.shape[2])
     pairs = None if segments is None else (segments >= 0)[:, None, None, :].expand(-1, 1, query.shape[2], -1)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -487,3 +487,16 @@ def test_measure_works_on_an_encoder_decoder():
     found = attach(model, FOCUS).measure(tiny_tokens())
     assert found.layers.keys() == {"0", "1"}
     assert 0 < found.far_kept < 1
+
+
+@pytest.mark.parametrize("layers", [None, [0], [3]])
+@pytest.mark.parametrize("lengths", [(5, 12), (12, 5), (12, 1)])
+def test_cross_attention_without_a_lens_is_the_base_whatever_the_lengths_and_padding(layers, lengths):
+    model = tiny_model("bart")
+    read, decoded = (tiny_tokens(length=length) for length in lengths)
+    padding = torch.ones_like(read)
+    padding[0, -2:] = 0
+    known = {"attention_mask": padding, "decoder_input_ids": decoded}
+    base = logits(model, read, **known)
+    attach(model, FocalConfig(temperature=1.0) if layers else FocusConfig(groups=1, window=2), layers=layers)
+    torch.testing.assert_close(logits(model, read, **known), base)
