@@ -26,7 +26,7 @@ class FocalConfig:
     maximum: float = option(2.0, "A learned temperature stays below this.")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_types(self)
         expect(
             0 < self.temperature <= MAXIMUM_TEMPERATURE,
             f"temperature in (0, {MAXIMUM_TEMPERATURE:g}]",
@@ -77,7 +77,7 @@ class FocusConfig:
     allow_look_ahead: bool = option(False, "Accept a balance that reads the future in a decoder, to measure the leak.")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        _check_types(self)
         expect(self.groups >= 1, "groups >= 1", self.groups, "1 group is the base model")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", min(2, self.groups))
@@ -118,27 +118,25 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(kind: type[FocalConfig] | type[FocusConfig], values: dict[str, Any]) -> Config:
-    """A config read from a file, which is not trusted: every name and type is checked."""
-    hints = get_type_hints(kind)
+    """A config read from a file, which is not trusted: every name is checked here, every type and value by itself."""
     known = {item.name for item in fields(kind)}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
             f"{kind.__name__} has no option {unknown}. It has {sorted(known)}. Remove what it does not know."
         )
-    for name, value in values.items():
-        wanted = hints[name]
-        allowed = (str,) if get_args(wanted) else (int, float) if wanted is float else (wanted,)
-        if not isinstance(value, allowed) or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"{kind.__name__}.{name}: expected {wanted}, got {value!r} ({type(value).__name__}).")
     return kind(**values)
 
 
-def _check_choices(config: Config) -> None:
+def _check_types(config: Config) -> None:
     for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint)
+        value, choices = getattr(config, name), get_args(hint)
+        allowed = (str,) if choices else (int, float) if hint is float else (hint,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and hint is not bool):
+            wanted, got = " or ".join(kind.__name__ for kind in allowed), f"{value!r} ({type(value).__name__})"
+            raise ValueError(f"{type(config).__name__}.{name}: expected {wanted}, got {got}. Convert it.")
         if choices:
-            expect(getattr(config, name) in choices, f"{name} one of {choices}", getattr(config, name), "choose one")
+            expect(value in choices, f"{name} one of {choices}", value, "choose one")
 
 
 def expect(claim: bool, expected: str, got: object, remedy: str) -> None:

@@ -101,6 +101,7 @@ def test_unknown_names_in_a_file_are_refused_with_those_that_are_known():
         (FocusConfig, "groups", "8"),
         (FocusConfig, "groups", 8.0),
         (FocusConfig, "groups", True),
+        (FocusConfig, "window", 1.5),
         (FocusConfig, "tau", None),
         (FocusConfig, "allow_look_ahead", 1),
         (FocusConfig, "gate", 1),
@@ -108,9 +109,10 @@ def test_unknown_names_in_a_file_are_refused_with_those_that_are_known():
         (FocalConfig, "temperature", True),
     ],
 )
-def test_wrong_types_in_a_file_are_refused(kind, name, value):
-    with pytest.raises(ValueError, match=rf"{kind.__name__}.{name}: expected .*, got "):
-        from_dict(kind, {name: value})
+def test_wrong_types_are_refused_from_a_file_and_from_python(kind, name, value):
+    for make in (from_dict, lambda kind, values: kind(**values)):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}.{name}: expected .*, got .*\. Convert it"):
+            make(kind, {name: value})
 
 
 def test_whole_numbers_in_a_file_are_floats_and_values_are_checked():
