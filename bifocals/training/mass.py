@@ -279,7 +279,8 @@ class _LayerFit:
         self.fit, self.number, self.name, self.router, self.layer = fit, number, name, router, layer
         self.options, self.groups = fit.options, fit.focus.groups
         self.device = router.potential.device
-        self.crowded = 0
+        self.crowded = 0  # steps in a row
+        self.shares: Tensor | None = None
         self.phases = list(self._phases())
         self.steps = self.phases[-1].last
         self.progress = MassProgress("fit", name, 0, self.steps, number, len(fit.layers))
@@ -434,7 +435,9 @@ class _LayerFit:
         if shares:
             mean = torch.stack(shares).sum(dim=0) / self.options.batch
             _sum(mean)
-            dominance = float(mean.amax()) / self.groups
+            # Over some steps: each text crowds other groups, a collapse crowds always the same.
+            self.shares = mean if self.shares is None else self.shares.lerp(mean, 0.1)
+            dominance = float(self.shares.amax()) / self.groups
             duals = [update.duals for update in updates if update.duals is not None]
             if duals:
                 dual = torch.stack(duals).sum(dim=0) / self.options.batch
@@ -640,9 +643,10 @@ def _sum(tensor: Tensor) -> None:
 
 
 def _average_gradients(parameters: list[nn.Parameter]) -> None:
-    """Each process divided its losses by the whole batch, so their sum is the mean."""
+    """Each process divided its losses by the whole batch, so their sum is the mean. One message: waiting costs most."""
     if _world() > 1:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            distributed.all_reduce(parameter.grad)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(together)
+        for gradient, summed in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(summed.view_as(gradient))

@@ -15,6 +15,7 @@ LENSES = {
     "learned focal": [FocalConfig(temperature=0.5, form="token", per="head")],
     "soft": [FocalConfig(temperature=0.5, form="prefix"), FocusConfig(groups=4, window=4, sinks=1)],
     "hard": [FocusConfig(groups=4, window=4, sinks=1)],
+    "networks": [FocusConfig.network(groups=4, window=4, sinks=1)],
 }
 
 
@@ -49,5 +50,6 @@ def test_focal_and_soft_compile_into_one_graph(without_checks, name):
     without_checks.submit(compile_and_compare, name, "eager", True).result()
 
 
-def test_hard_mode_compiles_with_breaks(without_checks):
-    without_checks.submit(compile_and_compare, "hard", "eager", False).result()
+@pytest.mark.parametrize("name", ["hard", "networks"])
+def test_hard_mode_compiles_with_breaks(without_checks, name):
+    without_checks.submit(compile_and_compare, name, "eager", False).result()

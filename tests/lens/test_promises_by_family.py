@@ -16,11 +16,24 @@ from bifocals.testing import TINY, inputs_of, tiny_model, tiny_tokens
 DECODERS = [family for family in TINY if family not in ("bert", "bart")]
 # Inside, these models round to float32 (norms, the softmax of gemma2, the experts' router), whatever their dtype.
 ROUNDING = 2e-5
-FOCUS = FocusConfig(groups=4, top_k=2, window=5, sinks=2)
+LATENT = "deepseek_v3", "networks"
+FOCUS = {
+    "centroids": FocusConfig(groups=4, top_k=2, window=5, sinks=2),
+    "networks": FocusConfig.network(groups=4, top_k=2, window=5, sinks=2, dim=8),
+}
 FOCAL = FocalConfig(temperature=0.5)
 
 every_family = pytest.mark.parametrize("family", TINY)
-every_decoder = pytest.mark.parametrize("family", DECODERS)
+
+
+def with_every_router(families):
+    """Latent attention shows no keys to networks."""
+    pairs = [(family, router) for family in families for router in FOCUS if (family, router) != LATENT]
+    return pytest.mark.parametrize(("family", "router"), pairs)
+
+
+every_router = with_every_router(TINY)
+every_decoder = with_every_router(DECODERS)
 
 
 def logits(model, tokens, **others):
@@ -50,12 +63,12 @@ def test_neutral_settings_are_the_base(family):
         close(logits(model, tokens, attention_mask=mask)[:, kept], padded[:, kept])
 
 
-@every_family
-def test_off_disabled_and_detach_give_the_base_bit_for_bit(family):
+@every_router
+def test_off_disabled_and_detach_give_the_base_bit_for_bit(family, router):
     model, tokens = tiny_model(family), tiny_tokens()
     base, keys = logits(model, tokens), list(model.state_dict())
     implementation, trained = model.config._attn_implementation, [p.requires_grad for p in model.parameters()]
-    lens = attach(model, FOCAL, FOCUS)
+    lens = attach(model, FOCAL, FOCUS[router])
     fitted = logits(model, tokens)
     assert (fitted - base).abs().max() > 0.1
     assert list(model.state_dict()) == keys
@@ -74,24 +87,29 @@ def test_off_disabled_and_detach_give_the_base_bit_for_bit(family):
     assert NAME not in str(dict(model.named_modules()).keys())
 
 
-@every_family
-def test_a_lens_computes_the_reference(family, monkeypatch):
+@every_router
+def test_a_lens_computes_the_reference(family, router, monkeypatch):
     """What each layer was given and gave, against the oracle: the family's heads, scale, softcap and sliding window."""
     model, tokens = tiny_model(family), tiny_tokens()
     calls = []
-    original = LayerLens.attend
+    routed = {}
+    attend, route = LayerLens.attend, LayerLens._route
 
     def recording(self, query, key, value, pattern, *, scale, softcap, dropout):
-        hidden = self.hidden
-        attended = original(self, query, key, value, pattern, scale=scale, softcap=softcap, dropout=dropout)
-        calls.append((self, hidden, query, key, value, pattern, scale, softcap, attended))
+        attended = attend(self, query, key, value, pattern, scale=scale, softcap=softcap, dropout=dropout)
+        calls.append((self, query, key, value, pattern, scale, softcap, attended))
         return attended
 
+    def recording_inputs(self, inputs, *others):
+        routed[self] = inputs
+        return route(self, inputs, *others)
+
     monkeypatch.setattr(LayerLens, "attend", recording)
-    attach(model, FOCAL, FOCUS)
+    monkeypatch.setattr(LayerLens, "_route", recording_inputs)
+    attach(model, FOCAL, FOCUS[router])
     logits(model, tokens)
     assert calls
-    for lens, hidden, query, key, value, pattern, scale, softcap, attended in calls:
+    for lens, query, key, value, pattern, scale, softcap, attended in calls:
         common = {"scale": scale, "softcap": softcap, "temperature": 0.5}
         if lens.is_cross:
             everything = torch.ones(2, 1, query.shape[2], key.shape[2], dtype=torch.bool)
@@ -99,7 +117,7 @@ def test_a_lens_computes_the_reference(family, monkeypatch):
         elif lens.router is None:
             expected = reference.focal_attention(query, key, value, is_causal=pattern.is_causal, **common)
         else:
-            reads, holds = lens.router.membership(hidden)
+            reads, holds = lens.router.membership(*routed[lens])
             expected = reference.focus_attention(
                 query, key, value, membership=reads, key_membership=holds, window=5, sinks=2,
                 reach=pattern.reach, is_causal=pattern.is_causal, **common,
@@ -107,23 +125,23 @@ def test_a_lens_computes_the_reference(family, monkeypatch):
         assert (attended - expected).abs().max() < 1e-12
 
 
-@every_family
+@every_router
 @pytest.mark.parametrize("mode", ["soft", "hard"])
-def test_check_keeps_every_promise(family, mode):
+def test_check_keeps_every_promise(family, router, mode):
     model = tiny_model(family)
-    attach(model, FOCAL, FOCUS).mode = mode
+    attach(model, FOCAL, FOCUS[router]).mode = mode
     report = check(model)
     assert report.is_kept, str(report)
 
 
 @every_decoder
 @pytest.mark.parametrize("form", ["token", "prefix"])
-def test_decoding_in_chunks_equals_prefill_with_left_padding(family, form):
+def test_decoding_in_chunks_equals_prefill_with_left_padding(family, router, form):
     model, tokens = tiny_model(family), tiny_tokens()
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    attach(model, FocalConfig(temperature=0.5, form=form, per="head"), FOCUS)
+    attach(model, FocalConfig(temperature=0.5, form=form, per="head"), FOCUS[router])
     for parameter in lens_of(model).parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     whole = logits(model, tokens, attention_mask=mask, position_ids=positions)
@@ -136,10 +154,10 @@ def test_decoding_in_chunks_equals_prefill_with_left_padding(family, form):
 
 
 @every_decoder
-def test_a_packed_row_is_its_sequences_one_by_one(family):
+def test_a_packed_row_is_its_sequences_one_by_one(family, router):
     model = tiny_model(family)
     first, second = tiny_tokens(1, 22, seed=1), tiny_tokens(1, 18, seed=2)
-    lens = attach(model, FocalConfig(temperature=0.5, form="prefix"), FOCUS)
+    lens = attach(model, FocalConfig(temperature=0.5, form="prefix"), FOCUS[router])
     for parameter in lens.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     positions = torch.cat([torch.arange(22), torch.arange(18)])[None]
@@ -149,11 +167,11 @@ def test_a_packed_row_is_its_sequences_one_by_one(family):
 
 
 @every_decoder
-def test_generation_with_the_cache_equals_generation_without(family):
+def test_generation_with_the_cache_equals_generation_without(family, router):
     model, tokens = tiny_model(family), tiny_tokens(2, 20)
     mask = torch.ones_like(tokens)
     tokens[0, :5], mask[0, :5] = 0, 0
-    attach(model, FOCAL, FOCUS)
+    attach(model, FOCAL, FOCUS[router])
     for how in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         options = dict(attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False, **how)
         cached = model.generate(tokens, use_cache=True, **options)
@@ -161,9 +179,9 @@ def test_generation_with_the_cache_equals_generation_without(family):
 
 
 @every_decoder
-def test_assisted_and_sampled_generation_use_the_cache_rightly(family):
+def test_assisted_and_sampled_generation_use_the_cache_rightly(family, router):
     model, tokens = tiny_model(family), tiny_tokens(1, 20)
-    attach(model, FOCAL, FOCUS)
+    attach(model, FOCAL, FOCUS[router])
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     plain = model.generate(tokens, **options)
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **options), plain)
@@ -175,10 +193,10 @@ def test_assisted_and_sampled_generation_use_the_cache_rightly(family):
     assert torch.equal(*sampled)
 
 
-@every_family
-def test_a_saved_lens_loads_the_same(family, tmp_path):
+@every_router
+def test_a_saved_lens_loads_the_same(family, router, tmp_path):
     model, tokens = tiny_model(family), tiny_tokens()
-    lens = attach(model, FocalConfig(temperature=0.5, form="token", per="head"), FOCUS, layers=[1])
+    lens = attach(model, FocalConfig(temperature=0.5, form="token", per="head"), FOCUS[router], layers=[1])
     for tensor in lens.state_dict().values():
         tensor.normal_(std=0.3)
     fitted = logits(model, tokens)
@@ -207,12 +225,12 @@ def test_a_folded_model_is_stock_and_computes_the_same(family, tmp_path):
     close(logits(stock, tokens), focal)
 
 
-@every_family
-def test_soft_mode_trains_the_lens_and_leaves_the_base_alone(family):
+@every_router
+def test_soft_mode_trains_the_lens_and_leaves_the_base_alone(family, router):
     model, tokens = tiny_model(family).train(), tiny_tokens()
     before = copy.deepcopy(model.state_dict())
     model.requires_grad_(False)
-    lens = attach(model, FocalConfig(temperature=0.5, form="token"), FOCUS)
+    lens = attach(model, FocalConfig(temperature=0.5, form="token"), FOCUS[router])
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [
         name for name, _ in model.named_parameters() if f".{NAME}." in name
     ]
@@ -228,13 +246,13 @@ def test_soft_mode_trains_the_lens_and_leaves_the_base_alone(family):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@every_family
-def test_gradient_checkpointing_changes_no_gradient(family):
+@every_router
+def test_gradient_checkpointing_changes_no_gradient(family, router):
     tokens, gradients = tiny_tokens(), []
     for checkpointing in (False, True):
         model = tiny_model(family).train()
         torch.manual_seed(0)
-        lens = attach(model, FocalConfig(temperature=0.5, form="token"), FOCUS)
+        lens = attach(model, FocalConfig(temperature=0.5, form="token"), FOCUS[router])
         lens.mode = "soft"
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -244,16 +262,24 @@ def test_gradient_checkpointing_changes_no_gradient(family):
         assert torch.allclose(plain, checkpointed, rtol=1e-6, atol=1e-12)
 
 
-@every_family
+@every_router
 @pytest.mark.parametrize("mode", ["soft", "hard"])
-def test_autocast_is_borne_and_routes_in_float32(family, mode):
+def test_autocast_is_borne_and_routes_in_float32(family, router, mode):
     model, tokens = tiny_model(family, dtype=torch.float32), tiny_tokens()
-    lens = attach(model, FocalConfig(form="token"), FOCUS)
+    lens = attach(model, FocalConfig(form="token"), FOCUS[router])
     lens.mode = mode
     inputs = inputs_of(model, tokens)
     with torch.autocast("cpu", torch.bfloat16), lens.taped(Tape()) as tape:
         model(**inputs).logits.float().square().mean().backward()
     learned = [name for name, _ in lens.named_parameters() if mode == "soft" or "temperature" in name]
     assert learned == [name for name, parameter in lens.named_parameters() if parameter.grad is not None]
-    assert all(margin.dtype == torch.float32 for margin in tape.margins.values())
-    assert bool(tape.margins) == (mode == "hard")
+    margins = [*tape.read_margins.values(), *tape.hold_margins.values()]
+    assert all(margin.dtype == torch.float32 for margin in margins)
+    assert bool(margins) == (mode == "hard")
+
+
+def test_networks_are_refused_by_name_where_no_submodule_shows_the_keys():
+    model = tiny_model("deepseek_v3")
+    with pytest.raises(ValueError, match="score='network' is not offered for DeepseekV3Attention"):
+        attach(model, FOCUS["networks"])
+    assert lens_of(model) is None

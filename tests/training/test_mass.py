@@ -1,0 +1,288 @@
+"""Fitting by the mass objective: what it learns, that it goes on exactly, and that processes change nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from bifocals import FocusConfig, attach, check
+from bifocals.network import NetworkRouter
+from bifocals.routing import Router
+from bifocals.testing import tiny_model, tiny_tokens
+from bifocals.training import mass
+from bifocals.training.capture import capture_layers
+from bifocals.training.mass import MassOptions, centroid_update, fit_mass, network_update, query_update
+
+NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
+FOCUS = {"networks": NETWORKS, "centroids": FocusConfig(groups=4, top_k=1, window=5, sinks=2)}
+OPTIONS = MassOptions(steps=40, query_steps=16, rows=24, save_every=8, report_every=4)
+every_router = pytest.mark.parametrize("router", FOCUS)
+
+
+def lens_with(router, family="llama", dtype=torch.float32):
+    return attach(tiny_model(family, dtype=dtype), FOCUS[router])
+
+
+def fit(lens, checkpoints=None, options=OPTIONS, stop_after=None):
+    """The losses reported; stopped in the middle if asked."""
+    losses = []
+
+    def report(progress):
+        losses.append(progress.loss)
+        if stop_after is not None and len(losses) == stop_after:
+            raise KeyboardInterrupt
+
+    domains = torch.arange(7) % 3
+    fit_mass(lens, tiny_tokens(7, 100), options, domains=domains, checkpoints=checkpoints, report=report)
+    return losses
+
+
+def same(lens, other):
+    return all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in lens.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bert"])
+def test_the_rows_that_are_learned_from_are_the_bases_own_attention(family):
+    """Causal, with a softcap and a sliding window, and both ways."""
+    model, tokens = tiny_model(family), tiny_tokens(1, 60)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(tokens, output_attentions=True).attentions
+    lens = attach(model, NETWORKS)
+    rows = torch.tensor([[20, 33, 59]])
+    for (_, layer), own in zip(capture_layers(lens, tokens, rows).items(), expected):
+        far = layer.far_keys(rows[0], 60, window=5, sinks=2)
+        got = layer.far_attention(0, slice(0, 3), rows[0], far)
+        # The base's eager softmax is in float32, whatever its dtype.
+        torch.testing.assert_close(got, own[0][:, rows[0]] * far, atol=2**-23, rtol=2**-20)
+        assert far.any(dim=1).all()
+        assert not far[:, :2].any()
+
+
+def test_capturing_computes_the_base():
+    model, tokens = tiny_model("llama"), tiny_tokens(1, 60)
+    with torch.no_grad():
+        expected = model.base_model(tokens).last_hidden_state
+    lens = attach(model, NETWORKS)
+    lens.mode = "off"
+    seen = []
+    model.model.register_forward_hook(lambda module, args, output: seen.append(output.last_hidden_state))
+    capture_layers(lens, tokens, torch.tensor([[20, 33, 59]]))
+    torch.testing.assert_close(seen[0], expected)
+    assert lens.mode == "off"
+
+
+def updates():
+    """Each update on a small case in float64, as a function of its router's parameters."""
+    torch.manual_seed(0)
+    config = FocusConfig.network(groups=3, dim=4)
+    network = NetworkRouter(4, 2, 5, config).double()
+    centroids = Router(6, 2, FocusConfig(groups=3, dim=4, tau=1.0)).double()
+    network.potential.normal_(std=0.1)
+    attention = torch.rand(4, 7, 12, dtype=torch.double).softmax(dim=-1) * 0.6
+    rows, keys = torch.randn(4, 7, 5, dtype=torch.double), torch.randn(2, 12, 5, dtype=torch.double)
+    hidden_rows, hidden = torch.randn(7, 6, dtype=torch.double), torch.randn(12, 6, dtype=torch.double)
+    spent = torch.rand(4, 7, 4, dtype=torch.double).softmax(dim=-1)
+    return {
+        "soft": (network, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=False)),
+        "strict": (network, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=True)),
+        "queries": (network.queries, lambda: query_update(network, rows, spent)),
+        "centroids": (centroids, lambda: centroid_update(centroids, hidden_rows, hidden, attention)),
+    }
+
+
+@pytest.mark.parametrize("name", ["soft", "strict", "queries", "centroids"])
+def test_gradients_are_those_of_finite_differences(name):
+    router, update = updates()[name]
+    gradients = torch.autograd.grad(update().loss, list(router.parameters()))
+    for parameter, gradient in zip(router.parameters(), gradients):
+        direction = torch.randn_like(parameter)
+        losses = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                parameter += step * direction
+                losses.append(update().loss.item())
+                parameter -= step * direction
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx((gradient * direction).sum().item(), rel=1e-5, abs=1e-8)
+
+
+def test_a_key_in_one_group_has_the_loss_of_that_group_and_the_gradient_of_its_gates():
+    router, _ = updates()["soft"]
+    torch.manual_seed(1)
+    attention = torch.rand(4, 7, 12, dtype=torch.double).softmax(dim=-1) * 0.6
+    rows, keys = torch.randn(4, 7, 5, dtype=torch.double), torch.randn(2, 12, 5, dtype=torch.double)
+    update = network_update(router, rows, keys, attention, is_hard=True, is_strict=False)
+    holds = router(rows[None], keys[None]).groups(1)[1][0].double()
+    expected = (attention.view(2, 2, 7, 12) @ holds[:, None]).view(4, 7, 3)
+    torch.testing.assert_close(update.mass, expected)
+    update.loss.backward()
+    assert router.keys.linear.grad.abs().sum() > 0
+
+
+@every_router
+def test_fitted_routers_keep_more_mass_than_they_cover(router):
+    lens = lens_with(router)
+    before = {name: tensor.clone() for name, tensor in lens.model.state_dict().items()}
+    losses = fit(lens)
+    progress = fit_mass(lens, tiny_tokens(7, 100), OPTIONS)
+    assert losses
+    assert all(each.mass_kept > each.far_kept + 0.05 for each in progress.values())
+    assert all(each.dominance < 0.5 for each in progress.values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in lens.model.state_dict().items())
+
+
+def test_thresholds_read_top_k_groups_on_average():
+    lens = lens_with("networks")
+    fit(lens)
+    thresholds = next(iter(lens.routers.values())).thresholds.tolist()
+    assert thresholds == sorted(thresholds, reverse=True)
+    assert thresholds[-1] == 0
+    kept = []
+    for top_k in (1, 2, 3, 4):
+        lens.top_k = top_k
+        kept.append(lens.measure(tiny_tokens(7, 100)).far_kept)
+    assert kept[:3] == pytest.approx([0.98 * top_k / 4 for top_k in (1, 2, 3)], abs=0.06)
+    assert kept[3] == 1
+
+
+@every_router
+def test_after_fitting_every_promise_is_kept(router):
+    lens = lens_with(router, dtype=torch.float64)
+    fit(lens)
+    report = check(lens.model)
+    assert report.is_kept, str(report)
+
+
+@every_router
+def test_the_same_seed_gives_the_same_routers_and_another_gives_others(router):
+    first, second, third = (lens_with(router) for _ in range(3))
+    for lens, seed in ((first, 0), (second, 0), (third, 1)):
+        fit(lens, options=MassOptions(steps=6, query_steps=2, rows=24, seed=seed))
+    assert same(first, second)
+    assert not same(first, third)
+
+
+@every_router
+def test_a_run_stopped_anywhere_goes_on_bit_for_bit(router, tmp_path):
+    whole = lens_with(router)
+    losses = fit(whole)
+    for stop_after in (9, len(losses) // 2, len(losses) - 2):
+        folder = tmp_path / str(stop_after)
+        with pytest.raises(KeyboardInterrupt):
+            fit(lens_with(router), folder, stop_after=stop_after)
+        resumed = lens_with(router)
+        later = fit(resumed, folder)
+        fitted = [loss for loss in later if loss != 0]
+        assert fitted == losses[len(losses) - len(fitted) :]
+        assert same(resumed, whole)
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    first, second = lens_with("networks"), lens_with("networks")
+    fit(first, tmp_path)
+    assert fit(second, tmp_path) == []
+    assert same(first, second)
+
+
+def test_a_run_killed_outright_goes_on_bit_for_bit(tmp_path):
+    whole = lens_with("networks")
+    fit(whole)
+    for kill_after in (5, 12):
+        killed = subprocess.run(
+            [sys.executable, __file__, str(tmp_path), str(kill_after)], check=False, env=environment()
+        )
+        assert killed.returncode == -signal.SIGKILL
+    resumed = lens_with("networks")
+    fit(resumed, tmp_path)
+    assert same(resumed, whole)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(lens_with("networks"), tmp_path, stop_after=20)
+    with pytest.raises(ValueError, match=r"is of another run.*Remove it"):
+        fit(lens_with("networks"), tmp_path, options=MassOptions(steps=41, rows=24))
+
+
+@every_router
+def test_two_processes_give_the_losses_of_one(router, tmp_path):
+    whole = lens_with(router)
+    losses = fit(whole)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__]
+    subprocess.run([*command, str(tmp_path / "losses.pt"), router], check=True, env=environment())
+    got = [float(each) for each in (tmp_path / "losses.pt").read_text().split()]
+    fitted = [loss for loss in losses if loss != 0]
+    assert got == pytest.approx(fitted, rel=1e-4)
+
+
+def test_collapse_is_reported_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(mass, "COLLAPSED", 0.5)
+    monkeypatch.setattr(mass, "PATIENCE", 5)
+    warnings = []
+    fit_mass(
+        lens_with("networks"), tiny_tokens(7, 100), OPTIONS, report=lambda progress: warnings.append(progress.warning)
+    )
+    found = [warning for warning in warnings if warning]
+    assert len(found) == 2
+    assert "collapsing" in found[0]
+    assert "more varied text" in found[0]
+
+
+def test_progress_counts_up_to_the_end():
+    seen = []
+    fit_mass(lens_with("networks"), tiny_tokens(7, 100), OPTIONS, report=seen.append)
+    assert [each.step for each in seen if each.stage == "capture"] == list(range(1, 8))
+    fitted = [(each.layers_done, each.step) for each in seen if each.stage == "fit"]
+    assert all(earlier < later for earlier, later in pairwise(fitted))
+    assert fitted[-1] == (1, 56)
+
+
+def test_wrong_input_is_told_what_was_expected():
+    lens = lens_with("networks")
+    with pytest.raises(ValueError, match="more than 31 tokens in a row"):
+        fit_mass(lens, tiny_tokens(7, 31), OPTIONS)
+    with pytest.raises(ValueError, match="at least 2 rows of tokens"):
+        fit_mass(lens, tiny_tokens(1, 100), OPTIONS)
+    with pytest.raises(ValueError, match="one number for each of 7 blocks"):
+        fit_mass(lens, tiny_tokens(7, 100), OPTIONS, domains=torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ValueError, match="Expected rows >= 1"):
+        MassOptions(rows=0)
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def main():
+    """Run by the tests in processes of their own: one that is killed, or one of two."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if "RANK" not in os.environ:
+        folder, kill_after = sys.argv[1], int(sys.argv[2])
+        count = 0
+
+        def report(progress):
+            nonlocal count
+            count += progress.stage == "fit"
+            if count == kill_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        domains = torch.arange(7) % 3
+        fit_mass(
+            lens_with("networks"), tiny_tokens(7, 100), OPTIONS, domains=domains, checkpoints=folder, report=report
+        )
+        return
+    torch.distributed.init_process_group("gloo")
+    losses = [loss for loss in fit(lens_with(sys.argv[2])) if loss != 0]
+    if torch.distributed.get_rank() == 0:
+        with open(sys.argv[1], "w") as file:
+            file.write(" ".join(map(str, losses)))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
