@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bifocals import __version__
+from bifocals.train_command import train
 
 console = Console()
 
@@ -207,7 +208,7 @@ def evaluate(
             progress.update(task, advance=1, description=f"{Path(text).name}, {setting}")
 
         result = perplexity.evaluate(loaded.model, packed, top_ks, on_run)
-    console.print(_perplexity_table(result, 1 if focus is None else focus.groups))
+    print_perplexity(result, 1 if focus is None else focus.groups)
     if json_path is not None:
         options: dict[str, Any] = {
             "model": model,
@@ -222,9 +223,9 @@ def evaluate(
         console.print(f"Written to {json_path}.")
 
 
-def _perplexity_table(result: dict[str, Any], groups: int) -> Table:
-    table = Table(title=f"Perplexity at {result['length']:,} tokens", box=SIMPLE)
-    for name in ("text", "setting", "perplexity", "recovered", "95%", "far kept", "pairs kept", "dominance"):
+def print_perplexity(result: dict[str, Any], groups: int) -> None:
+    table = Table(title=f"Perplexity at {result['length']:,} tokens", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("text", "setting", "perplexity", "recovered (95%)", "far kept", "pairs", "dominance"):
         table.add_column(name, justify="left" if name in ("text", "setting") else "right")
     for row in [*result["rows"], *({"text": "mean", **row} for row in result["mean"])]:
         low, high = row.get("interval", (None, None))
@@ -232,13 +233,12 @@ def _perplexity_table(result: dict[str, Any], groups: int) -> Table:
             Path(row["text"]).name,
             row["setting"],
             _shown(row.get("perplexity"), ".2f"),
-            _shown(row.get("recovered"), ".1%"),
-            "" if low is None else f"{low:.1%} to {high:.1%}",
+            "" if low is None else f"{row['recovered']:.1%} ({100 * low:.1f} to {100 * high:.1f})",
             _shown(row.get("far_kept"), ".1%"),
             _shown(row.get("pairs_kept"), ".1%"),
             _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),
         )
-    return table
+    console.print(table)
 
 
 def _shown(number: float | None, form: str) -> str:
@@ -273,6 +273,9 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
     if loaded.tokenizer is not None:
         loaded.tokenizer.save_pretrained(out)
     console.print(f"Written to {out}: a stock checkpoint; transformers loads it without bifocals.")
+
+
+main.add_command(train)
 
 
 @main.command()

@@ -26,7 +26,7 @@ class FocalConfig:
     maximum: float = option(2.0, "A learned temperature stays below this.")
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         expect(
             0 < self.temperature <= MAXIMUM_TEMPERATURE,
             f"temperature in (0, {MAXIMUM_TEMPERATURE:g}]",
@@ -77,7 +77,7 @@ class FocusConfig:
     allow_look_ahead: bool = option(False, "Accept a balance that reads the future in a decoder, to measure the leak.")
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         expect(self.groups >= 1, "groups >= 1", self.groups, "1 group is the base model")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", min(2, self.groups))
@@ -128,7 +128,7 @@ def from_dict(kind: type[FocalConfig] | type[FocusConfig], values: dict[str, Any
     return kind(**values)
 
 
-def _check_types(config: Config) -> None:
+def check_types(config: Any) -> None:
     for name, hint in get_type_hints(type(config)).items():
         value, choices = getattr(config, name), get_args(hint)
         allowed = (str,) if choices else (int, float) if hint is float else (hint,)

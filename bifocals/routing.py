@@ -70,11 +70,10 @@ class Balance(nn.Module):
 
     @torch.no_grad()
     def observe(self, key_scores: Scores, weights: Float[Tensor, "batch 1 length"] | None = None) -> None:
-        """Collect the potentials that would balance this batch. Seeing a batch twice does not change their mean."""
-        together = key_scores.detach().transpose(0, 1).flatten(1, 2)  # (router, batch * length, group)
-        counted = None if weights is None else weights.transpose(0, 1).flatten(1, 2)
-        self.dual_sum += sinkhorn_potentials(together, self.config.rounds, counted).to(self.dual_sum.dtype)
-        self.dual_count += 1
+        """Collect the potentials that would balance each sequence: how they are batched does not change their mean."""
+        duals = sinkhorn_potentials(key_scores.detach(), self.config.rounds, weights)  # (batch, router, group)
+        self.dual_sum += duals.sum(dim=0).to(self.dual_sum.dtype)
+        self.dual_count += len(duals)
 
     @torch.no_grad()
     def step_balance(self) -> None:

@@ -1,0 +1,56 @@
+"""Every option of a fit by gradients through a model: one definition, one default, one sentence each."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bifocals.config import check_types, expect, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """How a lens is fitted through its model (objectives lm and distill)."""
+
+    objective: Literal["lm", "distill"] = option("lm", "The language-model loss, or the base's own predictions.")
+    steps: int = option(400, "Optimizer steps of the lens alone, the base frozen.")
+    full_steps: int = option(0, "Optimizer steps of everything afterwards: base and lens (full fine-tuning).")
+    batch: int = option(4, "Sequences in one step, over all processes.")
+    micro_batch: int = option(1, "Sequences in one forward; gradients are added up to the batch.")
+    rate: float = option(5e-3, "Learning rate of the lens.")
+    full_rate: float = option(5e-5, "Learning rate of everything.")
+    warm_up: int = option(10, "Steps in which the rate rises; it falls linearly afterwards.")
+    precision: Literal["float32", "bfloat16"] = option(
+        "float32", "Of the model's arithmetic; routing stays in float32."
+    )
+    gradient_checkpointing: bool = option(False, "Compute the forward twice instead of keeping it: less memory.")
+    seed: int = option(0, "Of the order of the text, and of dropout where the model has any.")
+    save_every: int = option(50, "Steps between checkpoints.")
+    watch_every: int = option(10, "Steps between looks at the hard perplexity and the groups.")
+    report_to: str = option("none", "Where transformers' Trainer logs: none, tensorboard, wandb, ...")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("steps", "batch", "micro_batch", "save_every", "watch_every"):
+            expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
+        expect(self.full_steps >= 0, "full_steps >= 0", self.full_steps, "0 leaves the base frozen")
+        expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
+        for name in ("rate", "full_rate"):
+            expect(getattr(self, name) > 0, f"{name} > 0", getattr(self, name), "5e-3 suits a lens, 5e-5 everything")
+        expect(
+            self.batch % self.micro_batch == 0, f"batch a multiple of micro_batch {self.micro_batch}", self.batch, ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraOptions:
+    """How low-rank updates are trained."""
+
+    rank: int = option(4, "Rank of the updates of every linear layer.")
+    steps: int = option(100, "Optimizer steps.")
+    batch: int = option(4, "Sequences in one step.")
+    rate: float = option(1e-4, "Learning rate.")
+    seed: int = option(0, "Of the order of the text and of the updates' start.")
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "batch"):
+            expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
+        expect(self.rate > 0, "rate > 0", self.rate, "1e-4 is usual")

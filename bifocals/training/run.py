@@ -1,0 +1,232 @@
+"""Fit a lens to a model, from text to a folder: what `bifocals train` does.
+
+out/run.json          what is fitted, on what and how; a run resumes only as what it was
+out/checkpoints/      where it stands
+out/adapter_*         the lens, once it is fitted
+out/results.json      how good it is on text held out
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bifocals.benchmarks.measuring import surroundings, write_json
+from bifocals.config import FocusConfig
+from bifocals.evaluation.perplexity import evaluate
+from bifocals.lens import Lens, attach, lens_of
+from bifocals.training.baselines import Baseline, balance, fit_kmeans
+from bifocals.training.checkpoint import CheckpointError, last_checkpoint
+from bifocals.training.data import Blocks, load_blocks
+from bifocals.training.mass import MassOptions, MassProgress, fit_mass
+from bifocals.training.options import LoraOptions, TrainOptions
+from bifocals.training.processes import is_first_process, join_processes, wait_for_all
+from bifocals.training.watch import Progress, Report
+
+Options = TrainOptions | MassOptions
+RUN, CHECKPOINTS, RESULTS = "run.json", "checkpoints", "results.json"
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    sources: Sequence[str],
+    out: Path,
+    options: Options,
+    *,
+    focus: FocusConfig | None = None,
+    length: int = 2048,
+    sequences: int | None = None,
+    held_out: int = 4,
+    resume: bool = False,
+    report: Report = lambda progress: None,
+    on_run: Callable[[str, str], None] = lambda text, setting: None,
+) -> dict[str, Any]:
+    """Fit the model's lens, or a new one, and write it with its results into ``out``; returns the results.
+
+    ``sequences`` bounds the blocks taken from each source, ``held_out`` those it is measured on at the end.
+    """
+    join_processes()
+    blocks = load_blocks(sources, tokenizer, length, part="fitting", limit=sequences)
+    kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
+    lens = lens_of(model) or _new_lens(model, FocusConfig() if focus is None else focus, options.seed)
+    if lens.focus is None:
+        raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
+    described = describe(lens, blocks, options)
+    _open(out, described, resume)
+    start = time.perf_counter()
+    if isinstance(options, MassOptions):
+        losses = _fit_by_mass(lens, blocks, out / CHECKPOINTS, options, report)
+    else:
+        losses = _fit_through_model(lens, blocks, kept_out.tokens[0], out / CHECKPOINTS, options, report)
+    lens.mode = "hard"
+    results = {"losses": losses, "seconds": time.perf_counter() - start, **described}
+    if is_first_process():
+        results |= {"held_out": evaluate(model, kept_out, dial(lens), on_run), "surroundings": surroundings()}
+        if isinstance(options, TrainOptions) and options.full_steps:
+            model.save_pretrained(out / "model")
+        lens.save(out)
+        write_json(out / RESULTS, results)
+    return results
+
+
+def run_baseline(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    sources: Sequence[str],
+    out: Path,
+    baseline: Baseline,
+    *,
+    focus: FocusConfig | None = None,
+    options: LoraOptions | None = None,
+    length: int = 2048,
+    sequences: int | None = None,
+    held_out: int = 4,
+    report: Report = lambda progress: None,
+    on_run: Callable[[str, str], None] = lambda text, setting: None,
+) -> dict[str, Any]:
+    """What a lens has to beat, on the text and by the measure that it gets itself; returns the results."""
+    blocks = load_blocks(sources, tokenizer, length, part="fitting", limit=sequences)
+    kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
+    options = LoraOptions() if options is None else options
+    focus = FocusConfig() if focus is None else focus
+    lens = _new_lens(model, replace(focus, sides="same") if baseline == "kmeans" else focus, options.seed)
+    described = {"baseline": baseline, **describe(lens, blocks, options)}
+    _open(out, described, resume=False)
+    start, losses, top_ks = time.perf_counter(), {}, []
+    if baseline == "lora":
+        from bifocals.training.lora import fit_lora
+
+        with lens.disabled():
+            losses["lora"] = fit_lora(model, blocks.tokens, out, options, report)
+    elif baseline != "window":
+        if baseline == "kmeans":
+            fit_kmeans(lens, blocks.tokens, options.seed)
+        balance(lens, blocks.tokens)
+        lens.save(out)
+        top_ks = dial(lens)
+    results = {"losses": losses, "seconds": time.perf_counter() - start, **described}
+    results |= {"held_out": evaluate(model, kept_out, top_ks, on_run), "surroundings": surroundings()}
+    write_json(out / RESULTS, results)
+    return results
+
+
+def dial(lens: Lens) -> list[int]:
+    """The settings that a lens is measured at."""
+    assert lens.focus is not None
+    return [top_k for top_k in (1, 2, 4) if top_k < lens.focus.groups] or [1]
+
+
+def describe(lens: Lens, blocks: Blocks, options: Any) -> dict[str, Any]:
+    """All that the fitted lens depends on."""
+    assert lens.focus is not None
+    return {
+        "model": {"type": lens.model.config.model_type, "parameters": lens.model.num_parameters()},
+        "focus": asdict(lens.focus),
+        "options": asdict(options),
+        "data": list(blocks.names),
+        "length": blocks.tokens.shape[1],
+        "blocks": len(blocks.tokens),
+        "tokens": hashlib.sha256(blocks.tokens.numpy().tobytes()).hexdigest(),
+    }
+
+
+def _new_lens(model: PreTrainedModel, focus: FocusConfig, seed: int) -> Lens:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return attach(model, focus)
+
+
+def _open(out: Path, described: dict[str, Any], resume: bool) -> None:
+    """A new folder, or with ``resume`` one of the same run."""
+    path = out / RUN
+    if resume:
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError) as reason:
+            raise CheckpointError(
+                f"Nothing to resume in {out}: expected {RUN} of an earlier run ({reason})."
+            ) from reason
+        differ = [name for name in described if not isinstance(before, dict) or before.get(name) != described[name]]
+        if differ:
+            raise CheckpointError(
+                f"{out} holds a run with other {', '.join(differ)}: expected what it was started with. Give the same "
+                "options and text, or another --out."
+            )
+    elif out.exists() and any(out.iterdir()):
+        raise ValueError(
+            f"{out} is not empty: expected a new folder. Pass --resume to go on with its run, or another one."
+        )
+    wait_for_all()
+    if is_first_process() and not resume:
+        write_json(path, described)
+
+
+def _fit_by_mass(
+    lens: Lens, blocks: Blocks, folder: Path, options: MassOptions, report: Report
+) -> dict[str, list[float]]:
+    """Layer by layer; returns the last loss of each."""
+    start = time.perf_counter()
+
+    def on_progress(seen: MassProgress) -> None:
+        done = seen.layers_done + (seen.step / seen.steps if seen.stage == "fit" else 0)
+        left = (time.perf_counter() - start) * (seen.layers - done) / done if done else None
+        report(
+            Progress(
+                phase=f"{seen.stage}, layer {seen.layer}",
+                step=seen.layers_done * seen.steps + seen.step,
+                steps=seen.layers * seen.steps,
+                loss=seen.loss,
+                seconds_left=left,
+                mass_kept=seen.mass_kept,
+                far_kept=seen.far_kept,
+                dominance=seen.dominance,
+                warning=seen.warning,
+            )
+        )
+
+    last = fit_mass(lens, blocks.tokens, options, domains=blocks.domains, checkpoints=folder, report=on_progress)
+    return {f"layer {name}": [seen.loss] for name, seen in last.items()}
+
+
+def _fit_through_model(
+    lens: Lens, blocks: Blocks, watched: Tensor, folder: Path, options: TrainOptions, report: Report
+) -> dict[str, list[float]]:
+    """Phase by phase; returns the losses of each."""
+    if find_spec("accelerate") is None:
+        raise ValueError("Fitting through the model needs accelerate. Install it: pip install 'bifocals[training]'")
+    from bifocals.training.trainer import LensTrainer
+
+    losses = {}
+    lens.mode = "soft"
+    for phase, is_full in (("lens", False), *([("everything", True)] if options.full_steps else [])):
+        with training(lens, is_full):
+            trainer = LensTrainer(lens, blocks.tokens, watched, folder / phase, options, is_full=is_full, report=report)
+            trainer.train_from(last_checkpoint(folder / phase))
+            losses[phase] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses
+
+
+@contextmanager
+def training(lens: Lens, is_full: bool) -> Iterator[None]:
+    """Gradients for the lens, or for everything; afterwards as it was."""
+    before = {parameter: parameter.requires_grad for parameter in lens.model.parameters()}
+    modules = {module: module.training for module in lens.model.modules()}
+    lens.model.requires_grad_(is_full)
+    lens.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, requires_grad in before.items():
+            parameter.requires_grad_(requires_grad)
+        for module, is_training in modules.items():
+            module.training = is_training

@@ -1,0 +1,84 @@
+"""What a fit looks at while it runs: the hard pattern on held-out text, and whether its groups collapse."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bifocals.evaluation.perplexity import block_loss
+from bifocals.lens import Lens
+from bifocals.tape import Tape
+
+COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
+REMEDY = (
+    "Dominance was above {limit:g} times the fair share for {steps} steps: the groups are collapsing. Lower the rate, "
+    "use more varied text or fewer groups, or fit by the mass objective, which has balance in its loss."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fit has come; what it has not looked at yet is None."""
+
+    phase: str
+    step: int
+    steps: int
+    loss: float
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+    soft_loss: float | None = None  # nats per token of held-out text, by gates
+    hard_loss: float | None = None  # and by the pattern that will run
+    mass_kept: float | None = None
+    far_kept: float | None = None
+    dominance: float | None = None  # the largest group's share of the keys
+    warning: str | None = None
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at a lens on held-out text."""
+
+    soft_loss: float
+    hard_loss: float
+    far_kept: float
+    dominance: float
+
+
+def look(lens: Lens, block: Tensor) -> Look:
+    """Soft and hard on the same text; the lens stays as it was."""
+    before = lens.mode
+    try:
+        lens.mode = "soft"
+        soft_loss = block_loss(lens.model, block)
+        lens.mode = "hard"
+        with lens.taped(Tape()) as tape:
+            hard_loss = block_loss(lens.model, block)
+        kept = lens.measure_tape(tape)
+    finally:
+        lens.mode = before
+    return Look(soft_loss, hard_loss, kept.far_kept, kept.dominance)
+
+
+class CollapseWatch:
+    """Says when one group has been too large for too long.
+
+    >>> watch = CollapseWatch(groups=8)
+    >>> watch.see(step=0, dominance=0.5), watch.see(step=50, dominance=0.5) is None
+    (None, False)
+    """
+
+    def __init__(self, groups: int) -> None:
+        self.limit = COLLAPSED / groups
+        self.since: int | None = None
+
+    def see(self, step: int, dominance: float) -> str | None:
+        if dominance <= self.limit:
+            self.since = None
+            return None
+        self.since = step if self.since is None else self.since
+        if step - self.since < PATIENCE:
+            return None
+        return REMEDY.format(limit=COLLAPSED, steps=step - self.since)

@@ -1,0 +1,286 @@
+"""A fit from text to a folder: what it changes, that it can be stopped at any moment, and how it says no."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bifocals import FocusConfig, attach, lens_of, load
+from bifocals.evaluation.perplexity import block_loss
+from bifocals.testing import tiny_model, tiny_tokenizer, tiny_tokens
+from bifocals.training.checkpoint import CheckpointError
+from bifocals.training.mass import MassOptions
+from bifocals.training.options import LoraOptions, TrainOptions
+from bifocals.training.run import run_baseline, train
+from bifocals.training.watch import CollapseWatch
+
+FOCUS = FocusConfig(groups=4, window=8, sinks=1)
+QUICK = {"focus": FOCUS, "length": 48, "sequences": 16, "held_out": 2}
+OPTIONS = TrainOptions(steps=6, batch=2, save_every=2, watch_every=3, warm_up=2)
+
+
+def fit(out, options=OPTIONS, model=None, **changes):
+    model = tiny_model("llama", dtype=torch.float32) if model is None else model
+    return train(model, tiny_tokenizer(), ["pydoc"], out, options, **{**QUICK, **changes})
+
+
+def losses_of(out):
+    return json.loads((out / "results.json").read_text())["losses"]
+
+
+@pytest.mark.parametrize("objective", ["lm", "distill"])
+def test_fitting_lowers_the_loss_and_leaves_the_base_alone(objective, tmp_path):
+    model = tiny_model("gpt2", dtype=torch.float32, attn_pdrop=0.1, resid_pdrop=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = TrainOptions(objective=objective, steps=20, batch=2, rate=2e-2, watch_every=20)
+    results = fit(tmp_path / "out", options, model, sequences=2)
+    losses = results["losses"]["lens"]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert lens_of(model).mode == "hard"
+
+
+def test_a_fitted_lens_reads_no_token_ahead(tmp_path):
+    model = tiny_model("llama")
+    fit(tmp_path / "out", model=model)
+    tokens = tiny_tokens(1, 40)
+    changed = tokens.clone()
+    changed[0, 30:] = 5
+    for mode in ("soft", "hard"):
+        lens_of(model).mode = mode
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits[:, :30], model(changed).logits[:, :30])
+
+
+def test_the_folder_holds_a_lens_its_results_and_no_base(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    seen = []
+    results = fit(tmp_path / "out", model=model, report=seen.append)
+    assert [each.step for each in seen] == [1, 2, 3, 4, 5, 6]
+    assert seen[-1].hard_loss is not None
+    assert 0 < seen[-1].far_kept < 1
+    assert results["held_out"]["rows"][0]["setting"] == "dense"
+    again = tiny_model("llama", dtype=torch.float32)
+    load(again, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(again(tiny_tokens()).logits, model(tiny_tokens()).logits)
+    checkpoint = tmp_path / "out" / "checkpoints" / "lens" / "checkpoint-6"
+    assert sorted(path.name for path in checkpoint.iterdir()) == [
+        "state.json", "state.safetensors", "trainer_state.json"
+    ]  # fmt: skip
+    lens_bytes = sum(tensor.nbytes for tensor in lens_of(model).state_dict().values())
+    assert (checkpoint / "state.safetensors").stat().st_size < 4 * lens_bytes + 20_000
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["checkpoint-6"]
+
+
+def test_gradients_added_up_over_micro_batches_are_those_of_the_batch(tmp_path):
+    potentials = []
+    for micro_batch in (1, 4):
+        model = tiny_model("llama")
+        options = TrainOptions(steps=3, batch=4, micro_batch=micro_batch, warm_up=0)
+        found = fit(tmp_path / str(micro_batch), options, model)["losses"]["lens"]
+        potentials.append((torch.tensor(found), lens_of(model).routers["1"].potential))
+    torch.testing.assert_close(potentials[0], potentials[1], rtol=1e-6, atol=1e-9)
+
+
+def test_full_fine_tuning_trains_the_base_after_the_lens_and_saves_both(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model("llama", dtype=torch.float32)
+    before = model.model.embed_tokens.weight.clone()
+    options = TrainOptions(steps=2, full_steps=3, batch=2, save_every=2)
+    results = fit(tmp_path / "out", options, model)
+    assert [len(losses) for losses in results["losses"].values()] == [2, 3]
+    assert not torch.equal(model.model.embed_tokens.weight, before)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    load(again, tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(again(tiny_tokens()).logits, model(tiny_tokens()).logits)
+
+
+KILLED = {
+    "lens": TrainOptions(steps=24, batch=2, save_every=3, watch_every=5),
+    "lens and everything": TrainOptions(steps=8, full_steps=8, batch=2, save_every=3, watch_every=5),
+}
+
+
+@pytest.mark.parametrize("options", KILLED.values(), ids=KILLED)
+def test_killed_at_any_moment_a_run_resumes_to_the_same_losses_bit_for_bit(options, tmp_path):
+    def model():
+        return tiny_model("gpt2", dtype=torch.float32, attn_pdrop=0.1, resid_pdrop=0.1)
+
+    fit(tmp_path / "whole", options, model())
+    moments = random.Random(0)
+    kills = 0
+    while not (tmp_path / "killed" / "results.json").exists():
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                fit(tmp_path / "killed", options, model(), resume=(tmp_path / "killed" / "run.json").exists())
+                status = 0
+            finally:
+                os._exit(status)
+        if kills < 3:
+            time.sleep(0.3 + 0.9 * moments.random())
+            os.kill(child, signal.SIGKILL)
+            kills += 1
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    assert kills >= 1
+    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "whole")
+    tensors = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("killed", "whole")]
+    assert tensors[0] == tensors[1]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step):
+    def report(progress):
+        if progress.step == step:
+            raise Stopped
+
+    return report
+
+
+@pytest.fixture
+def half_done(tmp_path):
+    """A run stopped after its fifth step, so that its checkpoint is of the fourth."""
+    with pytest.raises(Stopped):
+        fit(tmp_path / "out", report=stop_at(5))
+    return tmp_path / "out"
+
+
+def test_resuming_reads_no_pickle(half_done, monkeypatch):
+    def refuse(*args, **options):
+        raise AssertionError("a pickle was read")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    fit(half_done, resume=True)
+    assert len(losses_of(half_done)["lens"]) == 6
+
+
+def test_a_run_resumes_only_as_what_it_was(half_done):
+    with pytest.raises(CheckpointError, match="holds a run with other options"):
+        fit(half_done, TrainOptions(steps=7, batch=2, save_every=2, watch_every=3, warm_up=2), resume=True)
+    with pytest.raises(CheckpointError, match="with other length, tokens"):
+        fit(half_done, resume=True, length=40, sequences=16)
+    with pytest.raises(ValueError, match="is not empty: expected a new folder"):
+        fit(half_done)
+    with pytest.raises(CheckpointError, match="Nothing to resume"):
+        fit(half_done / "elsewhere", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.safetensors", b"\x80\x04N."),
+        ("state.json", b"[]"),
+        ("state.json", b'{"rates": "x", "schedule": {}}'),
+        ("trainer_state.json", b'{"surprise": 1}'),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(half_done, file, content):
+    (half_done / "checkpoints" / "lens" / "checkpoint-4" / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match="checkpoint-4"):
+        fit(half_done, resume=True)
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path, saved_model):
+    command = ["train", str(saved_model), "--data", "pydoc", "--length", "48", "--sequences", "8", "--held-out", "1"]
+    command += [
+        "--window",
+        "8",
+        "--groups",
+        "4",
+        "--score",
+        "cosine",
+        "--objective",
+        "lm",
+        "--steps",
+        "4",
+        "--batch",
+        "4",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    for name, start in (("one", [sys.executable]), ("two", launch)):
+        out = ["--out", str(tmp_path / name)]
+        done = subprocess.run(
+            [*start, "-m", "bifocals", *command, *out], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (losses_of(tmp_path / name)["lens"] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-6)
+    assert one[0] != one[1]
+
+
+def test_the_mass_objective_is_fitted_by_the_same_call(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    focus = FocusConfig.network(groups=4, window=8, sinks=1, dim=8)
+    seen = []
+    fit(tmp_path / "out", MassOptions(steps=4, query_steps=2, rows=8), model, focus=focus, report=seen.append)
+    assert any(each.mass_kept for each in seen)
+    load(tiny_model("llama", dtype=torch.float32), tmp_path / "out")
+
+
+@pytest.mark.parametrize("baseline", ["window", "random", "kmeans"])
+def test_baselines_are_measured_like_a_fit(baseline, tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    out = tmp_path / "out"
+    results = run_baseline(model, tiny_tokenizer(), ["pydoc"], out, baseline, **QUICK)
+    settings = [row["setting"] for row in results["held_out"]["rows"]]
+    assert settings == ["dense", "window + sinks", *(["top_k 1", "top_k 2"] if baseline != "window" else [])]
+    assert json.loads((out / "results.json").read_text())["baseline"] == baseline
+    if baseline != "window":
+        assert results["held_out"]["rows"][2]["dominance"] < 0.6
+        load(tiny_model("llama", dtype=torch.float32), out)
+
+
+def test_lora_is_trained_by_peft_and_measured_like_a_fit(tmp_path):
+    pytest.importorskip("peft")
+    model = tiny_model("llama", dtype=torch.float32)
+    tokens = tiny_tokens(1, 48)[0]
+    before = block_loss(model, tokens)
+    options = LoraOptions(steps=3, batch=2, rate=1e-2)
+    results = run_baseline(model, tiny_tokenizer(), ["pydoc"], tmp_path / "out", "lora", options=options, **QUICK)
+    assert len(results["losses"]["lora"]) == 3
+    with lens_of(model).disabled():
+        assert block_loss(model, tokens) != before
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_collapse_is_reported_with_what_to_do():
+    watch = CollapseWatch(groups=4)
+    assert [watch.see(step, 0.6) for step in (0, 10, 40)] == [None] * 3
+    assert "Lower the rate" in watch.see(50, 0.6)
+    assert watch.see(60, 0.4) is None
+    assert watch.see(70, 0.6) is None
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.inf)
+    with pytest.raises(ValueError, match="at step 1: expected a finite one"):
+        fit(tmp_path / "out", model=model)
+
+
+def test_a_lens_without_focus_is_refused(tmp_path):
+    from bifocals import FocalConfig
+
+    model = tiny_model("llama", dtype=torch.float32)
+    attach(model, FocalConfig(temperature=0.5))
+    with pytest.raises(ValueError, match="Expected a lens with Focus"):
+        fit(tmp_path / "out", model=model)
