@@ -17,6 +17,7 @@ from dataclasses import replace
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as brief  # a file may hold anything, of any length
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -245,7 +246,7 @@ def _configs(config: dict[str, Any]) -> tuple[FocalConfig | None, FocusConfig | 
         for option, value in (values or {}).items():
             too_large = isinstance(value, int | float) and not abs(value) <= LARGEST_NUMBER
             if too_large and not (option in ("window", "sinks") and abs(value) < 1 << 62):
-                raise AdapterError(f"{CONFIG}: {name}.{option}: expected at most {LARGEST_NUMBER}, got {value:g}.")
+                raise AdapterError(f"{CONFIG}: {name}.{option}: expected at most {LARGEST_NUMBER}, got {brief(value)}.")
         try:
             found.append(None if values is None else from_dict(kind, values))
         except (ValueError, TypeError) as reason:
@@ -264,11 +265,13 @@ def _check_model(model: PreTrainedModel, config: dict[str, Any]) -> None:
         )
     shapes = shapes_of(model)
     if config["shapes"] != shapes:
-        raise AdapterError(f"This adapter was fitted to a model of shapes {config['shapes']}, got {shapes}.")
+        raise AdapterError(f"This adapter was fitted to a model of shapes {brief(config['shapes'])}, got {shapes}.")
     layers = config["layers"]
     is_valid = bool(layers) and all(type(each) is int and 0 <= each < shapes["layers"] for each in layers)
     if not is_valid or layers != sorted(set(layers)):
-        raise AdapterError(f"{CONFIG}: layers: expected some of 0..{shapes['layers'] - 1}, in order, got {layers[:9]}.")
+        raise AdapterError(
+            f"{CONFIG}: layers: expected some of 0..{shapes['layers'] - 1}, in order, got {brief(layers)}."
+        )
 
 
 def _check_tensors(data: bytes, expected: dict[str, tuple[int, ...]]) -> None:
@@ -280,7 +283,7 @@ def _check_tensors(data: bytes, expected: dict[str, tuple[int, ...]]) -> None:
         declared = {name: each for name, each in header.items() if name != "__metadata__"}
         shapes = {name: tuple(each["shape"]) for name, each in declared.items()}
         dtypes = {each["dtype"] for each in declared.values()}
-        spans = sorted(tuple(each["data_offsets"]) for each in declared.values())
+        spans = sorted((start, stop) for start, stop in (each["data_offsets"] for each in declared.values()))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as reason:
         raise AdapterError(f"{TENSORS}: its header is no safetensors header. Save the lens again.") from reason
     missing, extra = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())

@@ -4,6 +4,7 @@ Command-line help and documentation are derived from here.
 """
 
 from dataclasses import asdict, dataclass, field, fields
+from reprlib import repr as brief  # a value from a file may have any length
 from typing import Any, Literal, get_args, get_type_hints
 
 MAXIMUM_TEMPERATURE = 4.0
@@ -123,7 +124,7 @@ def from_dict(kind: type[FocalConfig] | type[FocusConfig], values: dict[str, Any
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(
-            f"{kind.__name__} has no option {unknown}. It has {sorted(known)}. Remove what it does not know."
+            f"{kind.__name__} has no option {brief(unknown)}. It has {sorted(known)}. Remove what it does not know."
         )
     return kind(**values)
 
@@ -133,7 +134,7 @@ def check_types(config: Any) -> None:
         value, choices = getattr(config, name), get_args(hint)
         allowed = (str,) if choices else (int, float) if hint is float else (hint,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and hint is not bool):
-            wanted, got = " or ".join(kind.__name__ for kind in allowed), f"{value!r} ({type(value).__name__})"
+            wanted, got = " or ".join(kind.__name__ for kind in allowed), f"{brief(value)} ({type(value).__name__})"
             raise ValueError(f"{type(config).__name__}.{name}: expected {wanted}, got {got}. Convert it.")
         if choices:
             expect(value in choices, f"{name} one of {choices}", value, "choose one")
@@ -141,4 +142,4 @@ def check_types(config: Any) -> None:
 
 def expect(claim: bool, expected: str, got: object, remedy: str) -> None:
     if not claim:
-        raise ValueError(f"Expected {expected}, got {got!r}: {remedy}.")
+        raise ValueError(f"Expected {expected}, got {brief(got)}: {remedy}.")

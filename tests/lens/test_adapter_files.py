@@ -284,3 +284,41 @@ def test_a_lens_fits_the_body_and_the_whole_model_alike(saved):
     assert load(body, saved).layers.keys() == {"0", "1"}
     with torch.no_grad():
         assert body(tiny_tokens()).last_hidden_state.isfinite().all()
+
+
+LONG = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("focus", "window"), 10**400),
+        (("focus", "gate"), LONG),
+        (("focus", LONG), 1),
+        (("focal", "temperature"), [1] * 5000),
+        (("shapes",), {LONG: LONG}),
+        (("layers",), [2**70] * 5000),
+        (("model_type",), LONG),
+        (("package_version",), LONG),
+        ((LONG,), LONG),
+    ],
+)
+def test_a_value_of_any_length_gives_a_short_error(saved, path, value):
+    rewrite(saved, lambda config: set_at(config, path, value))
+    with pytest.raises(AdapterError) as error:
+        load(tiny_model("llama"), saved)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize("offsets", [[0], [], [0, 1, 2], ["a", "b"], None])
+def test_offsets_that_are_no_pair_are_no_header(saved, offsets):
+    path = saved / TENSORS
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    next(iter(header.values()))["data_offsets"] = offsets
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    rewrite(saved, lambda config: None)
+    with pytest.raises(AdapterError):
+        load(tiny_model("llama"), saved)
