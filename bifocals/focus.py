@@ -198,12 +198,15 @@ def _sparse(
         # softcap(x) / t is a softcap of size softcap / t on x / t.
         scale, softcap = scale / temperature, None if softcap is None else softcap / temperature
     # The fused kernels want values as long as queries (latent attention has others): zeros change nothing.
-    dim, value_dim = query.shape[-1], value.shape[-1]
-    query, key = (pad(tensor, (0, max(dim, value_dim) - dim)) for tensor in (query, key))
+    widest, value_dim = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    query, key, value = (
+        tensor if tensor.shape[-1] == widest else pad(tensor, (0, widest - tensor.shape[-1]))
+        for tensor in (query, key, value)
+    )
     attended, _ = focus_forward(
         query,
         key,
-        pad(value, (0, max(dim, value_dim) - value_dim)),
+        value,
         membership,
         key_membership,
         segments,

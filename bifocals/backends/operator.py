@@ -99,4 +99,11 @@ def as_pattern(
         keys = segments.shape[1]
         starts = segment_starts(keys, segments, segments.device)
         ends = keys - segment_starts(keys, segments.flip(1), segments.device).flip(1)
-    return Pattern(membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal)
+    is_diagonal = (
+        is_causal
+        and segments is None
+        and reach > key_membership.shape[2]
+        and torch.equal(membership, key_membership)
+        and bool((membership.sum(dim=-1) == 1).all())
+    )
+    return Pattern(membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal, is_diagonal)

@@ -14,17 +14,22 @@ a row in the staircase of each: its first row also reads the sinks, the others s
 be read twice; so keys are then sorted by their whole set of groups, and a query has a row for every set that meets its
 own. A "stream" is one row of the batch seen by one router: whatever is said of groups is said per stream.
 
+Where every token is in one group and reads that one, rows and keys are the same lists; then also the near keys of the
+group are left to it, and the staircase is a diagonal: causal attention, without any mask.
+
 Plans are made on the host, in numpy: they are small integer work, ten times as cheap there as through tensors.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+PART = 1 << 20  # pairs that are worth a piece of work of their own
 SEVERAL = 1 << 16  # keys whose streams are sorted together; beyond, sorted copies would grow large
 
 
@@ -41,6 +46,7 @@ class Pattern:
     sinks: int
     reach: int  # keys at this distance or beyond are not read at all
     is_causal: bool
+    is_diagonal: bool  # every token is in one group, and reads it: then also what is near there is read by group
 
     @property
     def queries(self) -> int:
@@ -82,6 +88,25 @@ class Staircase(Places):
     high: Int[np.ndarray, " place"]
     sizes: list[int]  # rows of each group in turn; within a group, low and high only grow
     is_first: bool  # no other staircase with these rows came before
+    is_counted: Bool[np.ndarray, " place"] | None = None  # diagonal: False at sinks that are listed in other groups
+
+    @property
+    def area(self) -> int:
+        """How many pairs it reads."""
+        return int((self.high - self.low).sum())
+
+    def parts(self) -> Iterator["Staircase"]:
+        """Whole groups of it, as few at a time as are worth it: parts share neither rows nor keys."""
+        sizes = np.array(self.sizes)
+        ends = np.cumsum(sizes)
+        areas = np.add.reduceat(self.high - self.low, ends - sizes)
+        number = np.maximum(np.cumsum(areas) - areas // 2, 0) // PART  # of the part that a group falls in
+        cuts = [0, *(np.flatnonzero(np.diff(number)) + 1).tolist(), len(ends)]
+        for first, last in pairwise(cuts):
+            rows = slice(int(ends[first] - sizes[first]), int(ends[last - 1]))
+            kept = (self.stream[rows], self.index[rows], self.low[rows], self.high[rows])
+            is_counted = None if self.is_counted is None else self.is_counted[rows]
+            yield Staircase(*kept, self.sizes[first:last], self.is_first, is_counted)
 
 
 def key_orders(pattern: Pattern) -> Iterator[KeyOrder]:
@@ -153,6 +178,9 @@ def _count_and_number(
 
 def staircases(pattern: Pattern, order: KeyOrder) -> Iterator[Staircase]:
     """One for each group that a query reads (its first, its second, ...), and on each side if not causal."""
+    if pattern.is_diagonal:
+        yield _diagonal(pattern, order)
+        return
     routers = pattern.membership.shape[1]
     segments, starts, ends = (
         None if bound is None else bound.cpu().numpy() for bound in (pattern.segments, pattern.starts, pattern.ends)
@@ -196,6 +224,17 @@ def staircases(pattern: Pattern, order: KeyOrder) -> Iterator[Staircase]:
                 )
 
 
+def _diagonal(pattern: Pattern, order: KeyOrder) -> Staircase:
+    """Rows and keys in the same order: each row reads the keys of its group up to itself."""
+    bucket = order.code // pattern.keys
+    sizes = np.unique(bucket, return_counts=True)[1]
+    place = np.arange(len(bucket))
+    low = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    group = order.turns[0][order.stream - order.streams.start, order.index]
+    is_counted = bucket % order.buckets == group
+    return Staircase(order.stream, order.index, low, place + 1, sizes.tolist(), is_first=True, is_counted=is_counted)
+
+
 class Heads:
     """The vectors of a (batch, head, length, dim) tensor as one list; a router's heads are taken from it by place."""
 
@@ -227,10 +266,10 @@ class Heads:
 
 
 class Sorted:
-    """The vectors at some places, in that order, copied when they are asked for."""
+    """Vectors in some order, copied when they are asked for."""
 
-    def __init__(self, heads: Heads, places: Places) -> None:
-        self.heads, self.where = heads, heads.where(places)
+    def __init__(self, heads: Heads, where: Int[np.ndarray, "head place"]) -> None:
+        self.heads, self.where = heads, where
         self._pool, self._copy = slice(0, 0), torch.empty(0)
 
     def __call__(
@@ -238,8 +277,8 @@ class Sorted:
     ) -> Float[Tensor, "tile head length dim"]:
         """One list of vectors by a slice, or several. Slices of one ``pool`` share its copy."""
         if not isinstance(which, slice):
-            return self.heads.take(self.where[:, which]).transpose(0, 1)
+            return self.heads.take(self.where.T[which]).transpose(1, 2)
         pool = which if pool is None else pool
         if pool != self._pool:
-            self._pool, self._copy = pool, self.heads.take(self.where[:, pool])
+            self._pool, self._copy = pool, self.heads.take(self.where.T[pool]).transpose(0, 1)
         return self._copy[None, :, which.start - pool.start : which.stop - pool.start]

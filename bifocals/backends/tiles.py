@@ -26,14 +26,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from bifocals.backends.call import causal_length
 from bifocals.backends.pattern import Pattern, Staircase
 
-NEAR = 32  # rows of a near tile
+NEAR = 32  # rows of a near tile, at least
 TILE = 256  # rows of a far tile
 BLOCK = 4  # tiles that share one call for the keys they all read: long calls then run at the speed of dense attention
 WIDE = 512  # keys that are worth a call of their own, without a mask
 SLACK = 64  # keys of padding that a narrow tile may always have; beyond, a quarter of its width
 TOGETHER = 1 << 20  # elements of the masks of tiles that are run together
+NEAR_TOGETHER = 1 << 18  # the same for near tiles
+LISTED = 1 << 14  # rows of short groups that are run together
 CLOSED = (
     1e30  # taken off a logit for each step that a key lies outside; finite, so that a row without keys stays finite
 )
@@ -49,22 +52,22 @@ class Tile:
     is_row: Bool[np.ndarray, "tile row"] | None = None  # False at padding
     is_key: Bool[np.ndarray, "tile key"] | None = None
     pool: slice | None = None  # with slices: all keys of the group
-    is_more: bool = False  # its rows have read other keys of this staircase, in an earlier tile
+    is_causal: bool = False  # rows and keys are the same, and each row reads up to itself
 
-    def to_rows(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile head row"]:
+    def to_rows(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile row head"]:
         """Where the results of the rows go; those of padding go ``nowhere``."""
         return _destination(where, self.row, self.is_row, nowhere)
 
-    def to_keys(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile head key"]:
+    def to_keys(self, where: Int[np.ndarray, "head place"], nowhere: int) -> Int[np.ndarray, "tile key head"]:
         return _destination(where, self.key, self.is_key, nowhere)
 
 
 def _destination(
     where: np.ndarray, which: slice | np.ndarray, is_real: np.ndarray | None, nowhere: int
-) -> Int[np.ndarray, "tile head length"]:
+) -> Int[np.ndarray, "tile length head"]:
     if is_real is None:
-        return where[None, :, which]
-    return np.where(is_real[:, None], where[:, which].swapaxes(0, 1), nowhere)
+        return where.T[None, which]
+    return np.where(is_real[..., None], where.T[which], nowhere)
 
 
 class Span(NamedTuple):
@@ -83,7 +86,10 @@ class Span(NamedTuple):
 
 
 def far_tiles(staircase: Staircase, device: torch.device, dtype: torch.dtype) -> Iterator[Tile]:
-    """Every row in exactly one masked tile; before or after, in others that need no mask and are ``is_more``."""
+    """Every row in one tile by indices, first; then in others by slices, which need no mask."""
+    if staircase.is_counted is not None:
+        yield from _diagonal_tiles(staircase, staircase.is_counted)
+        return
     masked: list[Span] = []
     whole: list[Tile] = []
     for group in _spans(staircase):
@@ -117,8 +123,24 @@ def far_tiles(staircase: Staircase, device: torch.device, dtype: torch.dtype) ->
     yield from whole
 
 
+def _diagonal_tiles(staircase: Staircase, is_counted: Bool[np.ndarray, " place"]) -> Iterator[Tile]:
+    """Each group is one causal call; short ones of about the same size are padded and run together."""
+    last = np.cumsum(staircase.sizes)
+    groups = sorted(zip(staircase.sizes, (last - staircase.sizes).tolist()))
+    while groups:
+        least = groups[0][0]
+        some = [group for group in groups[: max(1, LISTED // least)] if group[0] <= 1.06 * least + 16]
+        groups = groups[len(some) :]
+        size, first = np.array(some).T[..., None]
+        place = np.arange(causal_length(int(size.max())))
+        row = first + np.minimum(place, size - 1)
+        key = staircase.low[first] + np.minimum(place, size - 1)
+        is_key = place < size
+        yield Tile(row, key, None, is_key & is_counted[row], is_key, is_causal=True)
+
+
 def _whole(first: int, last: int, low: int, high: int, pool: slice) -> Tile:
-    return Tile(slice(first, last), slice(low, high), None, pool=pool, is_more=True)
+    return Tile(slice(first, last), slice(low, high), None, pool=pool)
 
 
 def _spans(staircase: Staircase) -> list[list[Span]]:
@@ -163,7 +185,12 @@ def interval_mask(
     mask = torch.sub(upper, key, out=room).clamp_(max=0)
     if low is not None:
         mask += (key - low.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None]).clamp_(max=0)
-    if torch.finfo(dtype).max < CLOSED * keys:
+    return _cast(mask, dtype)
+
+
+def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Finite in any type."""
+    if torch.finfo(dtype).max < torch.finfo(torch.float32).max:
         mask.clamp_(min=torch.finfo(dtype).min / 2)
     return mask.to(dtype)
 
@@ -177,14 +204,19 @@ def _steps(keys: int, device: torch.device) -> Float[Tensor, " key"]:
 class NearTile:
     """Rows on the diagonal of one row of the batch and the keys around them; or several such tiles, at equal steps."""
 
+    pattern: Pattern
+    grouped: "Grouped | None"
     batch: int
     row: int
     rows_each: int
     key: int
     keys_each: int
-    step: int
-    count: int
-    mask: Float[Tensor, "#tile 1 row key"]
+    step: int = 1
+    count: int = 1
+
+    @property
+    def area(self) -> int:
+        return self.count * self.rows_each * self.keys_each
 
     def rows(self, tensor: Float[Tensor, "batch head query dim"]) -> Float[Tensor, "tile head row dim"]:
         return self._cut(tensor, self.row, self.rows_each)
@@ -196,50 +228,75 @@ class NearTile:
         used = tensor[self.batch, :, start : start + (self.count - 1) * self.step + length]
         return used.unfold(1, length, self.step).permute(1, 0, 3, 2)
 
+    def mask(self, heads: int, dtype: torch.dtype) -> Float[Tensor, "#tile #head row key"]:
+        """Which of its keys each row reads. Without segments or groups all tiles of a call have the same mask."""
+        pattern, device = self.pattern, self.pattern.membership.device
+        apart = min(pattern.window, pattern.reach - 1)
+        position = pattern.offset + self.row
+        if pattern.starts is None or pattern.ends is None:
+            after = 0 if pattern.is_causal else apart
+            of_band = (self.rows_each, self.keys_each, position - self.key, apart, after)
+            if self.grouped is None:
+                return _band(*of_band, dtype, device)
+            band = _band(*of_band, torch.float32, device)
+            reads, holds = (
+                part.flatten(0, 1) for part in (self.rows(self.grouped.reads), self.keys(self.grouped.holds))
+            )
+            mask = _cast(torch.baddbmm(band[0], reads, holds.mT, alpha=-CLOSED), dtype).unflatten(0, (self.count, -1))
+            routers = mask.shape[1]
+            return mask if routers in (1, heads) else mask.repeat_interleave(heads // routers, dim=1)
+        shift = torch.arange(self.count, device=device)[:, None] * self.step
+        index = shift + torch.arange(position, position + self.rows_each, device=device)  # (tile, row)
+        low = torch.maximum(index - apart, pattern.starts[self.batch, index])
+        high = torch.minimum(index if pattern.is_causal else index + apart, pattern.ends[self.batch, index] - 1)
+        first = shift + self.key
+        return interval_mask(low - first, high - first + 1, self.keys_each, device, dtype)[:, None]
 
-def near_tiles(query: Tensor, pattern: Pattern, *, is_disjoint: bool = False) -> Iterator[NearTile]:
-    """Tiles that cover the window of every query.
 
-    ``is_disjoint``: the tiles of one call share no keys, so that gradients can be added in place.
+class Grouped(NamedTuple):
+    """Of a diagonal pattern, the pairs that are read by group and so not as near: those with reads . holds > 0."""
+
+    reads: Float[Tensor, "batch router token code"]
+    holds: Float[Tensor, "batch router token code"]
+
+    @classmethod
+    def of(cls, pattern: Pattern) -> "Grouped":
+        reads = holds = pattern.membership.float()
+        if pattern.sinks:  # they are listed in every group
+            is_sink = (torch.arange(pattern.keys, device=reads.device) < pattern.sinks).float()
+            reads = torch.cat([reads, torch.ones_like(reads[..., :1])], dim=-1)
+            holds = torch.cat([holds, is_sink[:, None].expand_as(holds[..., :1])], dim=-1)
+        return cls(reads, holds)
+
+
+def near_tiles(query: Tensor, pattern: Pattern, *, is_disjoint: bool = False) -> Iterator[list[NearTile]]:
+    """Tiles that cover the window of every query; those of one list share no rows.
+
+    ``is_disjoint``: nor keys, so that gradients can be added in place.
     """
-    width = NEAR
+    rows = min(max(NEAR, pattern.window // 8), TILE)  # of a tile
+    grouped = Grouped.of(pattern) if pattern.is_diagonal else None
+    sites = [(pattern, grouped, batch) for batch in range(query.shape[0])]
     after = 0 if pattern.is_causal else pattern.window
-    span = pattern.window + width + after
+    span = pattern.window + rows + after
     # Regular tiles are whole and all their keys exist; those at the two ends are cut to size, each alone.
-    first = min(max(0, math.ceil((pattern.window - pattern.offset) / width)), math.ceil(pattern.queries / width))
-    last = max(first, (pattern.queries - after) // width)
-    phases = math.ceil(span / width) if is_disjoint else 1
-    most = max(1, TOGETHER // (width * max(query.shape[1] * query.shape[3], span)))
-    for batch in range(query.shape[0]):
-        for begin, stop in ((0, min(first * width, pattern.queries)), (last * width, pattern.queries)):
-            for row in range(begin, stop, TILE):
-                rows = min(TILE, stop - row)
-                low = max(0, pattern.offset + row - pattern.window)
-                high = min(pattern.keys, pattern.offset + row + rows + after)
-                where = (row, rows, low, high - low, 1, 1)
-                yield NearTile(batch, *where, _near_mask(pattern, batch, *where, query.dtype))
-        for phase in range(phases):
-            for begin in range(first + phase, last, phases * most):
-                count = min(most, math.ceil((last - begin) / phases))
-                key = pattern.offset + begin * width - pattern.window
-                where = (begin * width, width, key, span, phases * width, count)
-                yield NearTile(batch, *where, _near_mask(pattern, batch, *where, query.dtype))
-
-
-def _near_mask(
-    pattern: Pattern, batch: int, row: int, rows: int, key: int, keys: int, step: int, count: int, dtype: torch.dtype
-) -> Float[Tensor, "#tile 1 row key"]:
-    """Which of its keys each row reads. Without segments all tiles of a call have the same mask."""
-    apart = min(pattern.window, pattern.reach - 1)
-    device = pattern.membership.device
-    if pattern.starts is None or pattern.ends is None:
-        return _band(rows, keys, pattern.offset + row - key, apart, 0 if pattern.is_causal else apart, dtype, device)
-    shift = torch.arange(count, device=device)[:, None] * step
-    index = shift + torch.arange(pattern.offset + row, pattern.offset + row + rows, device=device)  # (tile, row)
-    low = torch.maximum(index - apart, pattern.starts[batch, index])
-    high = torch.minimum(index if pattern.is_causal else index + apart, pattern.ends[batch, index] - 1)
-    first = shift + key
-    return interval_mask(low - first, high - first + 1, keys, device, dtype)[:, None]
+    first = min(max(0, math.ceil((pattern.window - pattern.offset) / rows)), math.ceil(pattern.queries / rows))
+    last = max(first, (pattern.queries - after) // rows)
+    for begin, stop in ((0, min(first * rows, pattern.queries)), (last * rows, pattern.queries)):
+        for row in range(begin, stop, TILE):
+            until = min(row + TILE, stop)
+            low = max(0, pattern.offset + row - pattern.window)
+            high = min(pattern.keys, pattern.offset + until + after)
+            yield [NearTile(*site, row, until - row, low, high - low) for site in sites]
+    phases = math.ceil(span / rows) if is_disjoint else 1
+    most = max(1, NEAR_TOGETHER // (rows * query.shape[1] * max(query.shape[3], span)))
+    for phase in range(phases):
+        regular = []
+        for begin in range(first + phase, last, phases * most):
+            key = pattern.offset + begin * rows - pattern.window
+            count = min(most, math.ceil((last - begin) / phases))
+            regular += [NearTile(*site, begin * rows, rows, key, span, phases * rows, count) for site in sites]
+        yield regular
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 import bifocals
 from bifocals import focus, reference
-from bifocals.backends import pattern, tiles
+from bifocals.backends import call, pattern, tiles
 from tests.operators.tolerance import Expected, Formula
 
 MEMBERSHIPS = ("one", "two", "three", "few", "many", "none", "all", "same")
@@ -292,7 +292,10 @@ def run(inputs: Inputs, backend: str) -> Tensor:
 def small_tiles() -> Iterator[None]:
     """Every kind of tile, reached by short inputs."""
     with (
-        mock.patch.multiple(tiles, NEAR=4, TILE=6, BLOCK=2, WIDE=5, SLACK=2, TOGETHER=512),
+        mock.patch.multiple(
+            tiles, NEAR=4, TILE=6, BLOCK=2, WIDE=5, SLACK=2, TOGETHER=512, NEAR_TOGETHER=512, LISTED=24
+        ),
+        mock.patch.object(call, "LEAF", 8),
         mock.patch.object(pattern, "SEVERAL", 100),
         mock.patch.object(focus, "SHORT", 12),
     ):

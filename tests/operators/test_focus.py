@@ -1,6 +1,7 @@
 """Promise 1, fast equals dense: every way of running the Focus pattern against the pairs written out in float64."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bifocals import reference
-from bifocals.backends import sparse, tiles
+from bifocals.backends import pattern, sparse, tiles, workers
 from tests.operators.cases import (
     Case,
     cases,
@@ -36,6 +37,7 @@ KINDS = {
     "keys in one group": {"holds": "one", "softcap": None},
     "keys in several groups": {"holds": "many", "softcap": None},
     "softcap": {"softcap": 2.0, "temperature": "number"},
+    "own group": {"reads": "one", "holds": None, "is_causal": True, "segments": "none", "softcap": None, "reach": None},
     "sinks and segments": {"sinks": 4, "segments": "packed", "softcap": None},
 }
 
@@ -209,7 +211,9 @@ def test_small_tiles_reach_every_kind_of_tile(monkeypatch):
 
     def watch(staircase, device, dtype):
         for tile in right(staircase, device, dtype):
-            if tile.mask is None:
+            if tile.is_causal:
+                seen.add("own group")
+            elif tile.mask is None:
                 seen.add("shared by a block" if tile.row.stop - tile.row.start > tiles.TILE else "without a mask")
             else:
                 seen.add("several together" if len(tile.row) > 1 else "alone")
@@ -222,5 +226,44 @@ def test_small_tiles_reach_every_kind_of_tile(monkeypatch):
         for reads in ("one", "two", "same"):
             run(make(dataclasses.replace(BASE, reads=reads, holds="one"), torch.float32), "sdpa")
             run(make(dataclasses.replace(BASE, reads=reads, holds=None, reach=40), torch.float32), "sdpa")
+        run(make(dataclasses.replace(BASE, reads="one", holds=None, segments="none"), torch.float32), "sdpa")
     kinds = {"shared by a block", "without a mask", "several together", "alone", "padded", "whole"}
-    assert seen == kinds | {"later staircase", "first staircase"}
+    assert seen == kinds | {"later staircase", "first staircase", "own group"}
+
+
+@pytest.mark.usefixtures("as_in_production")
+@pytest.mark.parametrize("reads", ["one", "two"])
+@pytest.mark.parametrize("holds", ["one", None])
+def test_parts_that_run_side_by_side_equal_the_oracle_forward_and_backward(monkeypatch, reads, holds):
+    ran = []
+    plainly = workers._plainly
+    monkeypatch.setattr(workers, "_plainly", lambda work: ran.append(threading.current_thread().name) or plainly(work))
+    for module in (sparse, workers):
+        monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(pattern, "PART", 64)
+    case = dataclasses.replace(BASE, reads=reads, holds=holds)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with small_tiles():
+            assert_forward_agrees(case, torch.float64, "sdpa")
+            assert_backward_agrees(case, torch.float64, "sdpa")
+    finally:
+        torch.set_num_threads(threads)
+    assert {"bifocals_0", "bifocals_1"} == set(ran)
+
+
+def test_worker_threads_leave_the_number_of_threads_alone():
+    seen = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pieces = [workers.Piece(1 << 30, lambda: seen.append(torch.get_num_threads())) for _ in range(8)]
+        workers.run(pieces, torch.device("cpu"))
+        fresh = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        fresh.start()
+        fresh.join()
+        assert seen == [1] * 8 + [2]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
