@@ -263,6 +263,7 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
     """Put a constant temperature into the weights of MODEL, so that any engine runs it, without bifocals."""
     from bifocals import FocalConfig, attach, load
     from bifocals import fold as fold_in
+    from bifocals.files import new_folder
     from bifocals.models import load_model
 
     if out.exists():
@@ -273,9 +274,10 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
     else:
         load(loaded.model, lens_folder)
     stock = fold_in(loaded.model)
-    stock.save_pretrained(out)
-    if loaded.tokenizer is not None:
-        loaded.tokenizer.save_pretrained(out)
+    with new_folder(out) as aside:
+        stock.save_pretrained(aside)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.save_pretrained(aside)
     console.print(f"Written to {out}: a stock checkpoint; transformers loads it without bifocals.")
 
 

@@ -50,10 +50,7 @@ def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | s
         place, options = str(unpacked), {}
     if revision is not None:
         options["revision"] = revision
-    try:
-        model = _auto_class(place, options).from_pretrained(place, dtype=dtype, trust_remote_code=False, **options)
-    except (OSError, ValueError, ImportError, KeyError) as reason:
-        raise ModelError(f"Cannot load {name!r}: {_first_line(reason)} {_remedy(place, name)}") from reason
+    model = _read(place, name, dtype, options)
     if options.get("gguf_file") and getattr(model, "hf_quantizer", None) is not None:
         # The weights were unpacked into floats; while transformers still calls them quantised, it would not save them.
         model.hf_quantizer.remove_quantization_config(model)
@@ -61,6 +58,24 @@ def load_model(name: str, *, revision: str | None = None, dtype: torch.dtype | s
     if unpacked is not None and options and model.dtype == torch.float32:
         _keep_unpacked(loaded, unpacked)
     return loaded
+
+
+def _read(place: str, name: str, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
+    """The model, every weight of it from the checkpoint, and none of them from a pickle."""
+    how = {**options, "trust_remote_code": False, "output_loading_info": True}
+    if "gguf_file" not in options:
+        how["use_safetensors"] = True
+    try:
+        model, about = _auto_class(place, options).from_pretrained(place, dtype=dtype, **how)
+    except Exception as reason:  # what reads a broken file fails as it stumbles
+        raise ModelError(f"Cannot load {name!r}: {_first_line(reason)} {_remedy(place, name)}") from reason
+    missing = sorted(about["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"Cannot load {name!r}: expected every weight of a {type(model).__name__}, got a checkpoint without "
+            f"{missing[0]} and {len(missing) - 1} others, which would be random. Name a complete checkpoint."
+        )
+    return model
 
 
 def _unpacked_folder(file: Path) -> Path:
@@ -145,8 +160,8 @@ def _first_line(reason: Exception) -> str:
 
 
 def _remedy(place: str, name: str) -> str:
-    if place != name:
-        return ""
+    if Path(place).exists():
+        return "Fetch or save the checkpoint again, with its config.json and its safetensors."
     return (
         "For a hub name check its spelling, the connection and, for gated ones, your login; "
         f"{DEFAULT!r} needs no connection ({INSTALL_WHEEL})."

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bifocals import FocalConfig, FocusConfig, attach
 from bifocals.cli import main
@@ -110,3 +110,15 @@ def test_fold_does_not_overwrite(saved_model: Path) -> None:
     assert result.exit_code != 0
     assert "does not exist yet" in result.output
     assert sorted(saved_model.iterdir()) == before
+
+
+def test_a_fold_that_stops_half_way_leaves_nothing(saved_model: Path, tmp_path: Path, monkeypatch) -> None:
+    def stopping(model, folder):
+        (folder / "config.json").write_text("{}")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", stopping)
+    result = run("fold", str(saved_model), "--out", str(tmp_path / "folded"))
+    assert result.exit_code == 1
+    assert "the disk is full" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

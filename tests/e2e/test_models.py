@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bifocals import models
 from bifocals.models import ModelError, load_model, locate
@@ -40,6 +41,41 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path):
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelError, match=r"ends in \.gguf"):
         load_model(str(tmp_path / "model.bin"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
+def test_a_broken_file_is_one_clear_error(folder, broken):
+    (folder / broken).write_bytes(b"broken")
+    with pytest.raises(ModelError, match=r"Cannot load .*\. Fetch or save the checkpoint again"):
+        load_model(str(folder))
+
+
+def test_a_broken_gguf_file_is_one_clear_error(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF broken")
+    with pytest.raises(ModelError, match="Cannot load"):
+        load_model(str(tmp_path))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused_rather_than_filled_with_random_ones(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"], weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"without lm_head\.weight and 1 others, which would be random"):
+        load_model(str(folder))
+
+
+def test_pickled_weights_are_never_read(folder):
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_model(str(folder))
 
 
 def test_a_missing_wheel_says_how_to_install_it(monkeypatch):
@@ -81,7 +117,7 @@ def test_the_default_model_is_unpacked_once(tmp_path, monkeypatch):
 
     def reading(place, **options):
         reads.append(options.get("gguf_file"))
-        return model if reads[-1] else real(place, **options)
+        return (model, {"missing_keys": set()}) if reads[-1] else real(place, **options)
 
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", reading)
     monkeypatch.setattr(models, "_tokenizer", lambda place, options: model.generation_config)
