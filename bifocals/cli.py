@@ -97,6 +97,27 @@ def bench_attention(json_path: Path | None, **options: Any) -> None:
         console.print(f"Written to {json_path}.")
 
 
+@bench.command("capture")
+@click.argument("model")
+@click.option("--length", type=click.IntRange(600), default=2048, help="Tokens in the sequence.")
+@click.option("--repeats", type=click.IntRange(1), default=5, help="Timed runs of each; medians are reported.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here.")
+def bench_capture(model: str, length: int, repeats: int, json_path: Path | None) -> None:
+    """One forward of MODEL with all that fitting by mass needs of it, against a plain forward."""
+    from bifocals.benchmarks import capture, measuring
+    from bifocals.models import load_model
+
+    result = capture.run(load_model(model).model, length, repeats)
+    row = result["rows"][0]
+    console.print(
+        f"{length:,} tokens: plain {row['plain_seconds']:.2f} s, captured {row['captured_seconds']:.2f} s, "
+        f"{row['ratio']:.2f} times as long"
+    )
+    if json_path is not None:
+        measuring.write_json(json_path, {"command": _command(), "model": model, **result})
+        console.print(f"Written to {json_path}.")
+
+
 def _attention_table(rows: Sequence[dict[str, Any]]) -> Table:
     error = max(row["max_error"] for row in rows)
     table = Table(

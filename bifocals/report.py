@@ -27,10 +27,49 @@ def attention_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def quality_table(folder: Path) -> str:
+    """What the shipped lens keeps of the base's quality, one line for each text, length and top_k."""
+    lines = [
+        "| tokens | text | dense | window + sinks | top_k | Focus | far pairs kept | gap recovered (95%) | dominance |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(folder.glob("quality*.json")):
+        stored = json.loads(path.read_text())
+        groups = stored["options"]["focus"]["groups"]
+        ends = {(row["text"], row["setting"]): row["perplexity"] for row in stored["rows"]}
+        for row in [*stored["rows"], *({"text": "mean", **row} for row in stored["mean"])]:
+            if "recovered" not in row:
+                continue
+            text, (low, high) = row["text"], row["interval"]
+            perplexities = [ends.get((text, setting)) for setting in ("dense", "window + sinks")]
+            dense, window, own = (f"{each:.2f}" if each else "" for each in (*perplexities, row.get("perplexity")))
+            top_k = row["setting"].split()[-1]
+            lines.append(
+                f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
+                f"| {row['far_kept']:.1%} | {row['recovered']:.1%} ({low:.1%} to {high:.1%}) "
+                f"| {row['dominance'] * groups:.2f} |"
+            )
+    return "\n".join(lines)
+
+
+def _text_name(source: str) -> str:
+    """Where it was read from says little: the last of it does."""
+    return "/".join(Path(source).parts[-2:])
+
+
+TABLES = {"attention": attention_table, "quality": quality_table}
+
+
 def with_tables(readme: str, folder: Path) -> str:
-    """The README with its table made anew."""
-    block = f"<!-- attention -->\n{attention_table(folder)}\n<!-- /attention -->"
-    return re.sub(r"<!-- attention -->.*<!-- /attention -->", lambda _: block, readme, flags=re.DOTALL)
+    """The README with its tables made anew."""
+    for name, table in TABLES.items():
+        readme = _with_block(readme, name, table(folder))
+    return readme
+
+
+def _with_block(readme: str, name: str, table: str) -> str:
+    block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+    return re.sub(rf"<!-- {name} -->.*<!-- /{name} -->", lambda _: block, readme, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
