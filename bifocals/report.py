@@ -1,10 +1,11 @@
-"""Tables of stored results, as they stand in the README; `python -m bifocals.report` writes them there."""
+"""Tables of stored results, as they stand in the documents; `python -m bifocals.report` writes them there."""
 
 import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "bifocals" / "lenses" / "smollm2-135m" / "README.md")
 
 
 def attention_table(folder: Path) -> str:
@@ -61,7 +62,7 @@ TABLES = {"attention": attention_table, "quality": quality_table}
 
 
 def with_tables(readme: str, folder: Path) -> str:
-    """The README with its tables made anew."""
+    """A document with its tables made anew."""
     for name, table in TABLES.items():
         readme = _with_block(readme, name, table(folder))
     return readme
@@ -73,5 +74,5 @@ def _with_block(readme: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_tables(path.read_text(), ROOT / "results"))
+    for path in DOCUMENTS:
+        path.write_text(with_tables(path.read_text(), ROOT / "results"))

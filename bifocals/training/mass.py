@@ -67,7 +67,7 @@ class MassOptions:
     rows: int = option(256, "Queries of a sequence that groups are formed from; as many more make them even.")
     rate: float = option(0.0, "Learning rate; 0 means 0.015 for networks and 0.005 for centroids.")
     query_rate: float = option(5e-3, "Learning rate of the updates of the queries alone.")
-    budget: float = option(0.98, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
+    budget: float = option(0.95, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
     seed: int = option(0, "Of everything that is drawn.")
     save_every: int = option(100, "Steps between checkpoints.")
     report_every: int = option(10, "Steps between reports.")
@@ -78,7 +78,7 @@ class MassOptions:
         expect(self.report_every >= 1, "report_every >= 1", self.report_every, "it counts steps")
         expect(self.rate >= 0, "rate >= 0", self.rate, "0 means the default")
         expect(self.query_rate > 0, "query_rate > 0", self.query_rate, "0.005 is the default")
-        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.98 leaves room for unseen text")
+        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.95 leaves room for unseen text")
 
 
 @dataclass(frozen=True, slots=True)
