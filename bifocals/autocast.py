@@ -1,6 +1,6 @@
 """Under torch.autocast: attention in its dtype, as torch's own; decisions and temperatures in float32 at least."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,4 +18,5 @@ def as_autocast(*vectors: Tensor) -> tuple[Tensor, ...]:
 
 def without_autocast(like: Tensor) -> AbstractContextManager[None]:
     """Products in the dtype of their factors: a near-tie must not hang on who calls."""
-    return torch.autocast(like.device.type, enabled=False)
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

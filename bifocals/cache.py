@@ -1,10 +1,11 @@
 """What a lens must remember of past tokens, kept beside their keys and values.
 
-A layer of transformers' cache is replaced by one that carries a companion: a second layer of the same kind that
-holds the groups of the past keys (and the running sums of a prefix temperature). Whatever happens to keys and values
-(growing, cropping, beams, sliding windows) happens to the companion, so the two never part.
+A layer of transformers' cache is replaced by one of ours, which knows the groups of the past keys (and the running sums
+of a prefix temperature):
 
-A cache belongs to the lens and the mode that filled it.
+    GroupedLayer       hard groups, keys in one each: filed by group once they are many (grouped.py)
+    CompanionLayer     everything else: a second layer of the same kind beside the first, so that whatever happens to
+                       keys and values (growing, cropping, beams, sliding windows) happens to it too
 """
 
 from collections.abc import Callable
@@ -14,23 +15,33 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-Owner = tuple[object, ...]  # the lens's name, its mode and, where keys depend on it, top_k
+from bifocals.config import FocusConfig
+from bifocals.grouped import GroupedLayer
+from bifocals.memory import Memory, Owner
 
 
-class Companion:
-    """Mixed into a cache layer: hands every change on to the layer that remembers."""
+class Companion(Memory):
+    """Hands every change on to the layer that remembers."""
 
     remembered: DynamicLayer
-    owner: Owner
-    is_on: Callable[[], bool]  # a function, so that a copy of the cache still asks the lens itself
+
+    @property
+    def known(self) -> int:
+        return self.remembered.get_seq_length()
+
+    def remember(self, groups: Tensor, sums: Tensor) -> Tensor:
+        """Store what is to be known of the new tokens, after their keys went in; return the groups of all cached.
+
+        ``groups`` and ``sums`` are (batch, any, new tokens, any).
+        """
+        return self.remembered.update(groups, sums)[0]
+
+    def last_sums(self) -> Tensor | None:
+        sums = self.remembered.values
+        return None if sums is None or sums.numel() == 0 else sums[:, :, -1:]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        length = self.get_seq_length()  # type: ignore[attr-defined]
-        if (length > 0 and not self.is_on()) or self.remembered.get_seq_length() != length:
-            raise ValueError(
-                f"This cache was filled with a lens in mode {self.owner[1]!r}, and goes on without it: the model would "
-                "read keys that another model computed. Start from an empty cache after mode, detach or disabled()."
-            )
+        self.expect_continuation(key_states)
         return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -83,48 +94,65 @@ def self_attention_cache(cache: Cache | None) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
-def remember(companion: Companion, groups: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Store what is to be known of the new tokens, after their keys went in; return it for all that are cached.
+def memory_of(
+    cache: Cache,
+    layer: int,
+    owner: Owner,
+    is_on: Callable[[], bool],
+    key: Tensor,
+    new: int,
+    focus: FocusConfig | None,
+) -> Companion | GroupedLayer:
+    """The layer of the cache that remembers, made if need be; the keys of ``new`` tokens went in already.
 
-    ``groups`` and ``sums`` are (batch, any, new tokens, any).
+    ``key`` is what attention is going to read; ``focus`` is None where keys cannot be filed by group.
     """
-    return companion.remembered.update(groups, sums)
-
-
-def last_sums(companion: Companion) -> Tensor | None:
-    """The running sums of the last token remembered."""
-    sums = companion.remembered.values
-    return None if sums is None or sums.numel() == 0 else sums[:, :, -1:]
-
-
-def companion_of(cache: Cache, layer: int, owner: Owner, is_on: Callable[[], bool], new: int) -> Companion:
-    """The layer of the cache that remembers, made if need be; the keys of ``new`` tokens went in already."""
     held: Any = cache.layers[layer]
-    if isinstance(held, CompanionLayer | CompanionSlidingLayer):
-        if held.owner != owner and held.get_seq_length() > new:
+    length = held.get_seq_length()
+    if isinstance(held, Companion | GroupedLayer):
+        if held.owner != owner and length > new:
             raise ValueError(
                 f"This cache was filled by {_named(held.owner)}, and goes on with {_named(owner)}: its keys belong to "
                 "another model. Start from an empty cache after a change of mode, lens or (with shared sides) top_k."
             )
-        held.owner, held.is_on = owner, is_on
-        return held
-    if held.get_seq_length() != new:
+        if held.owner == owner or isinstance(held, CompanionSlidingLayer):
+            held.owner, held.is_on = owner, is_on
+            return held
+        held = _plain(held)
+    if length != new:
         raise ValueError(
-            f"This cache holds {held.get_seq_length() - new} tokens that were computed without this lens (mode 'off', "
+            f"This cache holds {length - new} tokens that were computed without this lens (mode 'off', "
             "disabled() or another model). Start from an empty cache."
         )
+    memory: Companion | GroupedLayer
     if type(held) is DynamicSlidingWindowLayer:
-        held = CompanionSlidingLayer(held)
+        memory = CompanionSlidingLayer(held)
     elif type(held) is DynamicLayer:
-        held = CompanionLayer(held)
+        # Latents are expanded after the cache, a layer that is offloaded is gone before attention, and a compiler
+        # cannot follow what depends on the groups: there, attention gets all keys.
+        gets_all = cache.offloading or torch.compiler.is_compiling() or not _is_same(held.keys, key)
+        memory = CompanionLayer(held) if gets_all or focus is None else GroupedLayer(held, focus)
     else:
         raise ValueError(
             f"A lens keeps groups beside keys in transformers' DynamicCache, got a layer {type(held).__name__}. "
             "Drop cache_implementation (or pass past_key_values=DynamicCache(config=model.config))."
         )
-    held.owner, held.is_on = owner, is_on
-    cache.layers[layer] = held
-    return held
+    memory.owner, memory.is_on = owner, is_on
+    cache.layers[layer] = memory
+    return memory
+
+
+def _is_same(held: Tensor | None, key: Tensor) -> bool:
+    return held is not None and held.shape == key.shape and held.data_ptr() == key.data_ptr()
+
+
+def _plain(memory: Any) -> DynamicLayer:
+    """The layer as transformers would have it."""
+    plain = DynamicLayer()
+    keys, values = memory.keys, memory.values
+    plain.lazy_initialization(keys, values)
+    plain.keys, plain.values = keys, values
+    return plain
 
 
 def _named(owner: Owner) -> str:

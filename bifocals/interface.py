@@ -30,6 +30,7 @@ class BasePattern(NamedTuple):
     """What the base model lets a layer read: everything, but for these.
 
     ``segments`` covers all tokens seen, also those that a sliding cache has dropped: the first ``dropped`` ones.
+    ``starts`` is where each row begins, empty if all begin at 0, and None if there is other padding, or packing.
     """
 
     segments: Tensor | None = None
@@ -37,6 +38,8 @@ class BasePattern(NamedTuple):
     reach: int | None = None
     dropped: int = 0
     is_causal: bool = True
+    starts: tuple[int, ...] | None = ()
+    seen: int = 0  # tokens, the new ones and those cached; 0: not told
 
     def segments_of(self, keys: int) -> Tensor | None:
         """The segments of the last ``keys`` tokens."""
@@ -80,11 +83,21 @@ def base_pattern(
         padded = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         assert padded is not None
         is_real = padded[:, : kv_offset + kv_length]
-        return BasePattern(*_padding_segments(is_real), local_size, kv_offset, is_causal)
+        segments, kind = _padding_segments(is_real)
+        starts = () if segments is None else _starts(is_real, kind)
+        return BasePattern(segments, kind, local_size, kv_offset, is_causal, starts, kv_offset + kv_length)
     if is_causal and q_length == kv_length and mask_function is not causal_mask_function:
         segments = _packed_segments(mask_function, batch_size, q_length, local_size, torch.device(device))
-        return BasePattern(segments, "packed", local_size, kv_offset, is_causal)
-    return BasePattern(None, "padding", local_size, kv_offset, is_causal)
+        starts = () if segments is None else None
+        return BasePattern(segments, "packed", local_size, kv_offset, is_causal, starts, kv_length)
+    return BasePattern(None, "padding", local_size, kv_offset, is_causal, (), kv_offset + kv_length)
+
+
+def _starts(is_real: Tensor, kind: str) -> tuple[int, ...] | None:
+    """The first token of each row, if that is where its padding ends."""
+    if torch.compiler.is_compiling() or kind == "holes" or not bool(is_real[:, -1].all()):
+        return None
+    return tuple(is_real.int().argmax(dim=1).tolist())
 
 
 def _padding_segments(is_real: Tensor) -> tuple[Tensor | None, Literal["padding", "holes"]]:

@@ -12,11 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from bifocals.autocast import without_autocast
-from bifocals.cache import Companion, companion_of, last_sums, nothing_remembered, remember, self_attention_cache
+from bifocals.cache import Companion, memory_of, nothing_remembered, self_attention_cache
+from bifocals.checks import temperature_per_query
 from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
+from bifocals.grouped import GroupedLayer
 from bifocals.interface import NAME, BasePattern, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
@@ -122,7 +124,7 @@ class LayerLens(nn.Module):
         hidden, past = self.seen.hidden, self.seen.past
         self.seen.hidden = self.seen.past = None
         assert hidden is not None, "the hook runs before attention"
-        memory = None if past is None else self._companion(past, query.shape[2])
+        memory = None if past is None else self._memory(past, key, pattern, query.shape[2])
         real = None if self.is_cross or pattern.segments is None else pattern.segments[:, -query.shape[2] :] >= 0
         temperature, sums = self._temperature(hidden, real, pattern, memory)
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout, "temperature": temperature}
@@ -133,9 +135,17 @@ class LayerLens(nn.Module):
             self.settings.capture.take(self.name, routed, query, key, pattern, how)
             return base_attention(query, key, value, pattern, **how)
         reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)
-        if memory is not None:
+        if isinstance(memory, GroupedLayer):
+            assert reads is not None
+            assert holds is not None
+            memory.remember(holds, real, sums)
+            if self._may_step(memory, query, pattern, softcap, dropout):
+                return self._step(memory, query, reads, pattern, scale, temperature)
+            if memory.known > query.shape[2]:
+                (key, value), holds = memory.unfile(), memory.membership()
+        elif memory is not None:
             blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
-            holds, _ = remember(memory, blank if holds is None else holds, blank if sums is None else sums)
+            holds = memory.remember(blank if holds is None else holds, blank if sums is None else sums)
         if reads is None:
             return base_attention(query, key, value, pattern, **how)
         assert holds is not None
@@ -148,9 +158,18 @@ class LayerLens(nn.Module):
         mode = self.settings.mode if self.focus is not None else "on"
         return self.settings.name, mode, self.settings.top_k if shared else 0
 
-    def _companion(self, past: Cache, new: int) -> Companion:
+    def _memory(self, past: Cache, key: Tensor, pattern: BasePattern, new: int) -> Companion | GroupedLayer:
         settings = self.settings
-        return companion_of(past, self.cached_layer, self.owner, lambda: settings.mode != "off", new)
+        # Keys in several groups are not filed: each would have to be in several places, or be read twice.
+        is_filed = self.focus is not None and (self.focus.sides == "separate" or settings.top_k == 1)
+        focus = self.focus if is_filed and settings.mode == "hard" else None
+        memory = memory_of(past, self.cached_layer, self.owner, lambda: settings.mode != "off", key, new, focus)
+        if pattern.seen not in (0, memory.get_seq_length()):  # type: ignore[union-attr]
+            raise ValueError(
+                f"This cache holds {memory.get_seq_length()} tokens in layer {self.cached_layer} and {pattern.seen} in "  # type: ignore[union-attr]
+                "others: a step was interrupted. Start from an empty cache."
+            )
+        return memory
 
     def _routed(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the router looks at: hidden states, or the queries and keys of each head, (batch, head, length, dim)."""
@@ -168,13 +187,39 @@ class LayerLens(nn.Module):
             key.reshape(-1, length, self.kv_heads, key.shape[2:].numel() // self.kv_heads).transpose(1, 2),
         )
 
+    @staticmethod
+    def _may_step(
+        memory: GroupedLayer, query: Tensor, pattern: BasePattern, softcap: float | None, dropout: float
+    ) -> bool:
+        """Whether the cache itself can attend: a token or a few after a past, with nothing out of the ordinary."""
+        is_plain = softcap is None and dropout == 0 and pattern.is_causal and pattern.reach_over(memory.known) is None
+        is_plain = is_plain and not torch.is_autocast_enabled(query.device.type)
+        return is_plain and memory.known > query.shape[2] and memory.may_attend(query.shape[2], pattern.starts)
+
+    @staticmethod
+    def _step(
+        memory: GroupedLayer,
+        query: Tensor,
+        reads: Tensor,
+        pattern: BasePattern,
+        scale: float | None,
+        temperature: float | Tensor,
+    ) -> Tensor:
+        assert pattern.starts is not None
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if isinstance(temperature, Tensor):
+            query = query / temperature_per_query(temperature, query).to(query.dtype)
+        else:
+            scale = scale / temperature
+        return memory.attend(query, reads, pattern.starts, scale)
+
     def _route(
-        self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | None
+        self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | GroupedLayer | None
     ) -> tuple[Tensor, Tensor]:
         """The gates (soft) or groups (hard) of the new tokens, as queries and as keys."""
         assert self.router is not None
         assert self.focus is not None
-        if self.focus.balance == "sinkhorn" and memory is not None and memory.remembered.get_seq_length() > 0:
+        if self.focus.balance == "sinkhorn" and memory is not None and memory.known > 0:
             raise ValueError(
                 "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
                 "ones. Use balance='causal', or use_cache=False."
@@ -187,7 +232,7 @@ class LayerLens(nn.Module):
         return routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
 
     def _temperature(
-        self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | None
+        self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | GroupedLayer | None
     ) -> tuple[float | Tensor, Tensor | None]:
         """The temperature of each query; of the prefix form also the running sums that later tokens need."""
         form = self.temperature
@@ -202,7 +247,7 @@ class LayerLens(nn.Module):
         counted = counted.to(raw.dtype)
         new = torch.cat([torch.where(counted > 0, raw, 0.0), counted], dim=-1)  # (batch, length, outputs + 1)
         sums = new.cumsum(dim=1)
-        before = None if memory is None else last_sums(memory)
+        before = None if memory is None else memory.last_sums()
         if before is not None:
             sums = sums + before[:, 0].to(sums.dtype)
         elif pattern.kind == "packed" and pattern.segments is not None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bifocals import FocalConfig, FocusConfig, adapter, attach, check, interface, layer, lens_of
+from bifocals.grouped import GroupedLayer
 from bifocals.lens import Lens
 from bifocals.testing import tiny_model
 
@@ -82,12 +83,10 @@ def _mixed(attended):
 
 
 def test_a_cache_that_remembers_other_groups(model, monkeypatch):
-    def forgetful(memory, groups, sums):
-        held, sums = remember(memory, groups, sums)
-        return held.roll(1, dims=-1) if held.shape[2] > groups.shape[2] else held, sums
-
-    remember = layer.remember
-    monkeypatch.setattr(layer, "remember", forgetful)
+    remember = GroupedLayer.remember
+    monkeypatch.setattr(
+        GroupedLayer, "remember", lambda memory, holds, *more: remember(memory, holds.roll(1, -1), *more)
+    )
     assert broken(model) == {DECODING}
 
 

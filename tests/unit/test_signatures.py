@@ -12,7 +12,7 @@ from bifocals.backends import call
 from bifocals.routing import dominance
 
 MODULES = ["backends.call", "backends.dense", "backends.operator", "backends.pattern", "backends.sparse"]
-MODULES += ["backends.tiles", "checks", "focal", "focus", "reference", "routing", "segments"]
+MODULES += ["backends.tiles", "checks", "filed", "focal", "focus", "grouped", "reference", "routing", "segments"]
 
 
 @pytest.mark.parametrize("name", MODULES)

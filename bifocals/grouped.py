@@ -1,0 +1,252 @@
+"""The grouped cache: a layer of transformers' cache that reads for a decoding step only what its query attends to.
+
+While the sequence is short, keys and values lie in time order and a step masks what its query does not read: that is
+fastest there. Once it is long they are filed by group (filed.py). Whatever needs the time order (a long piece of a
+prompt, padding between tokens, a graph) gets it back, and the next single token files them anew.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers.cache_utils import DynamicLayer
+
+from bifocals.config import FocusConfig
+from bifocals.filed import Filed
+from bifocals.growing import Growing, is_writable
+from bifocals.memory import Memory
+
+LONG = 2048  # tokens from which on reading some groups pays for keeping them apart
+FEW = 16  # new tokens that are attended one by one; for more, all keys go back to time order
+
+
+class GroupedLayer(Memory, DynamicLayer):
+    """Keys in one group each, and the number of that group; ``focus`` says how many there are and what is near."""
+
+    _flat: tuple[Growing, Growing] | None  # keys and values in time order; or
+    _filed: Filed | None  # by group, and
+    _new: tuple[Tensor, Tensor] | None  # those that came in and are not yet filed
+    _numbers: Growing | None  # (batch, router, token): the group of each key, see filed.Numbers
+    _sums: Growing | None
+    _counting: Tensor | None  # 1, 2, ...: the numbers of the groups
+
+    def __init__(self, layer: DynamicLayer, focus: FocusConfig) -> None:
+        # The base's is not called: it would set keys and values, which here are computed.
+        self.focus = focus
+        self.reset()
+        if layer.keys is not None and layer.values is not None:
+            self._flat = Growing(layer.keys), Growing(layer.values)
+
+    def reset(self) -> None:
+        self._flat = self._filed = self._new = self._numbers = self._sums = self._counting = None
+
+    @property
+    def is_filed(self) -> bool:
+        """Whether keys and values lie by group, not in time order."""
+        return self._filed is not None
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self._flat is not None or self._filed is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """In time order, as those of any cache; once filed, a copy."""
+        return self.in_time_order()[0] if self.is_initialized else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return self.in_time_order()[1] if self.is_initialized else None
+
+    @property
+    def is_whole(self) -> bool:
+        return super().is_whole and self._new is None
+
+    @property
+    def known(self) -> int:
+        return 0 if self._numbers is None else self._numbers.length
+
+    def shape(self) -> torch.Size:
+        if self._filed is not None:
+            return self._filed.near_key.shape
+        assert self._flat is not None
+        return self._flat[0].room.shape
+
+    def get_seq_length(self) -> int:
+        if self._filed is not None:
+            return self._filed.length + (0 if self._new is None else self._new[0].shape[2])
+        return 0 if self._flat is None else self._flat[0].length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values in. Once filed, attention is not given the old ones: it asks ``attend``."""
+        self.expect_continuation(key_states)
+        if self._filed is not None:
+            if key_states.shape[2] <= FEW and not key_states.requires_grad and is_writable(self._filed.near_key):
+                self._new = key_states, value_states
+                return self._new
+            self.unfile()
+        if self._flat is None:
+            self._flat = Growing(key_states.contiguous()), Growing(value_states.contiguous())
+            return self._flat[0].held, self._flat[1].held
+        return self._flat[0].append(key_states), self._flat[1].append(value_states)
+
+    def remember(
+        self,
+        holds: Bool[Tensor, "batch router new group"],
+        is_real: Bool[Tensor, "batch new"] | None,
+        sums: Float[Tensor, "batch 1 new size"] | None,
+    ) -> None:
+        """What is to be known of the new tokens, after their keys went in."""
+        if is_real is not None:
+            holds = holds & is_real[:, None, :, None]
+        if self._counting is None or self._counting.device != holds.device:
+            self._counting = torch.arange(1, self.focus.groups + 1, dtype=torch.int16, device=holds.device)
+        numbers = (holds * self._counting).sum(dim=-1, dtype=torch.int16)
+        if sums is not None:
+            self._sums = _grown(self._sums, sums)
+        self._numbers = _grown(self._numbers, numbers)
+
+    def last_sums(self) -> Tensor | None:
+        return None if self._sums is None else self._sums.held[:, :, -1:]
+
+    def membership(self) -> Bool[Tensor, "batch router token group"]:
+        """The groups of all keys."""
+        numbers = self._known_numbers()
+        assert self._counting is not None
+        return torch.eq(numbers[..., None], self._counting)
+
+    def _known_numbers(self) -> Int[Tensor, "batch router token"]:
+        assert self._numbers is not None, "the groups of keys are remembered before they are asked for"
+        return self._numbers.held
+
+    def in_time_order(self) -> tuple[Tensor, Tensor]:
+        """All keys and values, those that came in last among them."""
+        if self._filed is not None:
+            key, value = self._filed.in_time_order(self._known_numbers())
+            if self._new is None:
+                return key, value
+            return torch.cat([key, self._new[0]], dim=2), torch.cat([value, self._new[1]], dim=2)
+        assert self._flat is not None
+        return self._flat[0].held, self._flat[1].held
+
+    def unfile(self) -> tuple[Tensor, Tensor]:
+        """Back to time order; all keys and values."""
+        if self._filed is not None:
+            key, value = self.in_time_order()
+            self._flat, self._filed, self._new = (Growing(key), Growing(value)), None, None
+        return self.in_time_order()
+
+    def may_attend(self, new: int, starts: tuple[int, ...] | None) -> bool:
+        """Whether ``attend`` can do it: few new tokens, and no padding but before the ``starts`` of the rows."""
+        if self._filed is not None:
+            return self._new is not None and starts is not None and self._starts(starts) == self._filed.starts
+        return new == 1 and starts is not None
+
+    def _starts(self, starts: tuple[int, ...]) -> tuple[int, ...]:
+        return starts or (0,) * self.shape()[0]
+
+    def attend(
+        self,
+        query: Float[Tensor, "batch head new dim"],
+        reads: Bool[Tensor, "batch reader new group"],
+        starts: tuple[int, ...],
+        scale: float,
+    ) -> Float[Tensor, "batch head new value_dim"]:
+        """The attention of the new tokens, whose keys came in and whose groups are remembered."""
+        starts = self._starts(starts)
+        if self._flat is not None and self._is_worth_filing(starts):
+            key, value = self.in_time_order()
+            how = self.focus.groups, starts, self.focus.sinks, self.focus.window
+            self._filed, self._flat = Filed.file(key, value, self._known_numbers(), *how), None
+            return self._filed.attend(query, reads[:, :, 0], scale)
+        if self._filed is None:
+            return self._attend_masked(query, reads[:, :, 0], starts, scale)
+        assert self._new is not None
+        attended = []
+        for token in range(query.shape[2]):
+            key, value = (side[:, :, token : token + 1] for side in self._new)
+            self._filed.append(key, value, self._known_numbers())
+            attended.append(self._filed.attend(query[:, :, token : token + 1], reads[:, :, token], scale))
+        self._new = None
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+
+    def _is_worth_filing(self, starts: tuple[int, ...]) -> bool:
+        """Long, no part of a graph, and in every row the ring lies behind the sinks."""
+        key, value = self.in_time_order()
+        far = key.shape[2] - self.focus.window - 1 - self.focus.sinks - max(starts)
+        return far >= 0 and key.shape[2] >= LONG and not key.requires_grad and not value.requires_grad
+
+    def _attend_masked(
+        self,
+        query: Float[Tensor, "batch head 1 dim"],
+        reads: Bool[Tensor, "batch reader group"],
+        starts: tuple[int, ...],
+        scale: float,
+    ) -> Float[Tensor, "batch head 1 value_dim"]:
+        """In time order: every key, with a mask over those that are not read."""
+        key, value = self.in_time_order()
+        batch, heads, length, near = key.shape[0], query.shape[1], key.shape[2], key.shape[2] - 1 - self.focus.window
+        mask = None
+        if near > 0 or any(starts):
+            added = pad(reads.to(query.dtype), (1, 0)).log_()  # to the logits of each group's keys: 0, or -inf
+            numbers = self._known_numbers().long()
+            finest = max(added.shape[1], numbers.shape[1])
+            mask = _repeat(added, finest).gather(2, _repeat(numbers, finest))
+            mask[..., max(near, 0) :] = 0
+            for row, start in enumerate(starts if any(starts) else ()):
+                mask[row, :, start : start + self.focus.sinks] = 0
+                mask[row, :, :start] = -torch.inf
+            if not any(starts):
+                mask[..., : self.focus.sinks] = 0
+            mask = _repeat(mask, heads).view(batch, heads, 1, length)
+        is_grouped = heads != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop: expected the number of tokens to remove as a negative number, got {tokens_to_remove}."
+            )
+        tokens = min(-tokens_to_remove, self.get_seq_length())
+        if tokens == 0:
+            return
+        if self._filed is not None and self._filed.may_crop(tokens):
+            self._filed.crop(tokens, self._known_numbers())
+        else:
+            self.unfile()
+            for side in self._flat or ():
+                side.cut(side.length - tokens)
+        for known in (self._numbers, self._sums):
+            if known is not None:
+                known.cut(known.length - tokens)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.shape()[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if not self.is_initialized:
+            return
+        rows = torch.arange(self.shape()[0], device=indices.device)[indices]
+        if self._filed is not None:
+            self._filed.select(rows.tolist())
+        for growing in (*(self._flat or ()), self._numbers, self._sums):
+            if growing is not None:
+                growing.select(rows.to(growing.room.device))
+
+
+def _grown(growing: Growing | None, new: Tensor) -> Growing:
+    if growing is None:
+        return Growing(new)
+    growing.append(new)
+    return growing
+
+
+def _repeat(side: Tensor, times: int) -> Tensor:
+    """One for each of so many readers or heads."""
+    return side if side.shape[1] == times else side.repeat_interleave(times // side.shape[1], dim=1)

@@ -1,0 +1,51 @@
+"""A tensor that grows along its length without copying what it holds at every step.
+
+Appending writes into the room that is left. Where it does not suffice, a tenth more is taken and everything moves once:
+on average, constant work for each token.
+"""
+
+import torch
+from torch import Tensor
+
+SLACK = 10  # one part of room for so many parts held
+
+
+def with_slack(length: int) -> int:
+    return length + length // SLACK + 1
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Neither part of a graph nor made in inference mode and now outside it."""
+    return not tensor.requires_grad and tensor.is_inference() <= torch.is_inference_mode_enabled()
+
+
+class Growing:
+    """Along dimension 2, as keys and values of transformers: (batch, head, length, ...)."""
+
+    def __init__(self, held: Tensor) -> None:
+        self.room, self.length = held, held.shape[2]
+
+    @property
+    def held(self) -> Tensor:
+        """A view: it is written over once tokens are cut off and others appended."""
+        return self.room[:, :, : self.length]
+
+    def append(self, new: Tensor) -> Tensor:
+        length = self.length + new.shape[2]
+        if new.requires_grad or not is_writable(self.room):
+            self.room = torch.cat([self.held, new], dim=2)
+        else:
+            if length > self.room.shape[2]:
+                larger = self.room.new_empty(*new.shape[:2], with_slack(length), *new.shape[3:])
+                larger[:, :, : self.length] = self.held
+                self.room = larger
+            self.room[:, :, self.length : length] = new
+        self.length = length
+        return self.held
+
+    def cut(self, length: int) -> None:
+        self.length = length
+
+    def select(self, rows: Tensor) -> None:
+        """Other rows of the batch in place of these, any of them once, often or not at all."""
+        self.room = self.held.index_select(0, rows)
