@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,109 @@ def bench_capture(model: str, length: int, repeats: int, json_path: Path | None)
     if json_path is not None:
         measuring.write_json(json_path, {"command": _command(), "model": model, **result})
         console.print(f"Written to {json_path}.")
+
+
+def pattern_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What is read, for benchmarks of the cache and of whole models."""
+    options = (
+        click.option("--groups", type=click.IntRange(1), default=8, help="Groups that the tokens are in."),
+        click.option(
+            "--top-k", type=click.IntRange(1), default=1, help="Groups that each query reads; keys are in one."
+        ),
+        click.option("--window", type=click.IntRange(0), default=128, help="Keys at most this far are always read."),
+        click.option("--sinks", type=click.IntRange(0), default=4, help="First tokens that are always read."),
+        click.option(
+            "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@bench.command("decode")
+@click.argument("model", required=False)
+@click.option("--context", type=Lengths(), default="4096,16384,32768", help="Tokens in the cache.")
+@pattern_options
+@click.option("--heads", type=click.IntRange(1), default=9, help="Query heads of the layer.")
+@click.option("--kv-heads", type=click.IntRange(1), default=3, help="Key-value heads of the layer.")
+@click.option("--dim", type=click.IntRange(1), default=64, help="Size of a head.")
+@click.option("--repeats", type=click.IntRange(1), default=20, help="Timed steps of each; medians are reported.")
+def bench_decode(model: str | None, json_path: Path | None, **options: Any) -> None:
+    """A decoding step with the grouped cache against dense attention with the plain one, checked against the oracle.
+
+    Without MODEL, the attention of one layer; with it (smollm2-135m, a folder, a name on the hub), the whole step of
+    the model, whose own heads count. speedup is dense time over Focus time.
+    """
+    from bifocals.benchmarks import decode, measuring
+
+    _check_pattern(options)
+    if options["heads"] % options["kv_heads"]:
+        raise click.BadParameter(
+            f"expected heads that are a multiple of the {options['kv_heads']} key-value heads, got {options['heads']}."
+        )
+    too_short = options["window"] + options["sinks"] + 1
+    if min(options["context"]) < too_short:
+        raise click.BadParameter(f"expected contexts of at least {too_short} tokens: window, sinks and one more.")
+    setting = decode.Setting(model=model, **options)
+    with _progress() as progress:
+        task = progress.add_task("checking against the oracle", total=len(setting.context))
+
+        def on_row(row: dict[str, Any]) -> None:
+            progress.update(task, advance=1, description=f"{row['context']} tokens in the cache")
+
+        result = decode.run(setting, on_row)
+    what = "A decoding step" if model is None else f"A decoding step of {model}"
+    console.print(_parts_table(what, result["rows"], "context", "dense"))
+    _store(json_path, result, measuring.write_json)
+
+
+@bench.command("prefill")
+@click.argument("model")
+@click.option("--lengths", type=Lengths(), default="2048,8192,16384", help="Prompt lengths.")
+@pattern_options
+@click.option("--repeats", type=click.IntRange(1), default=3, help="Timed prompts of each; medians are reported.")
+def bench_prefill(model: str, json_path: Path | None, **options: Any) -> None:
+    """How fast MODEL reads a prompt with Focus, against the base with its own attention, in turns.
+
+    MODEL is smollm2-135m, a folder, a GGUF file or a name on the hub. speedup is base time over Focus time.
+    """
+    from bifocals.benchmarks import measuring, prefill
+
+    _check_pattern(options)
+    setting = prefill.Setting(model=model, **options)
+    with _progress() as progress:
+        task = progress.add_task("loading", total=len(setting.lengths))
+
+        def on_row(row: dict[str, Any]) -> None:
+            progress.update(task, advance=1, description=f"{row['length']} tokens")
+
+        result = prefill.run(setting, on_row)
+    console.print(_parts_table(f"A prompt of {model}", result["rows"], "length", "base"))
+    _store(json_path, result, measuring.write_json)
+
+
+def _check_pattern(options: dict[str, Any]) -> None:
+    if options["top_k"] > options["groups"]:
+        raise click.BadParameter(f"expected at most the {options['groups']} groups, got {options['top_k']}.")
+
+
+def _store(path: Path | None, result: dict[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> None:
+    if path is not None:
+        write(path, result)
+        console.print(f"Written to {path}.")
+
+
+def _parts_table(title: str, rows: Sequence[dict[str, Any]], counted: str, rival: str) -> Table:
+    table = Table(title=f"{title}: Focus against {rival}, in milliseconds; where the time of Focus goes", box=SIMPLE)
+    for name in ("tokens", f"{rival} ms", "Focus ms", "speedup", *rows[0]["parts"]):
+        table.add_column(name, justify="right")
+    for row in rows:
+        milliseconds = [1000 * row[name] for name in (f"{rival}_seconds", "focus_seconds")]
+        parts = [f"{1000 * part:.2f}" for part in row["parts"].values()]
+        times = [f"{some:.2f}" for some in milliseconds]
+        table.add_row(f"{row[counted]:,}", *times, f"{row['speedup']:.2f}x", *parts)
+    return table
 
 
 def _attention_table(rows: Sequence[dict[str, Any]]) -> Table:

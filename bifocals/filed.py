@@ -176,7 +176,7 @@ class Filed:
         """The attention of the last token over near, sinks and the shelves of the groups that each head reads."""
         batch, kv_heads, _, dim = self.near_key.shape
         rows = query.reshape(batch, kv_heads, -1, dim)  # the heads that share keys are the rows of one call
-        out, lse = attend(rows, self.near_key, self.near_value, None, scale)
+        out, lse = self.read_near(rows, scale)
         parts = [[part] for part in zip(out.flatten(0, 1)[:, None], lse.flatten(0, 1)[:, None])]
         each = max(1, reads.shape[1] // kv_heads)  # readers of a key-value head
         for row, readers in enumerate(reads.tolist()):
@@ -184,15 +184,20 @@ class Filed:
                 first = head * len(readers) // kv_heads
                 for shelf, *wanted in zip(shelves[1:], *readers[first : first + each]):
                     if shelf.length and any(wanted):
-                        part = _read(rows[row : row + 1, head : head + 1], shelf, scale)
+                        part = read_shelf(rows[row : row + 1, head : head + 1], shelf, scale)
                         parts[row * kv_heads + head].append(part if all(wanted) else _closed(part, wanted))
         return _merge(parts).view(*query.shape[:3], -1)
+
+    def read_near(
+        self, rows: Float[Tensor, "batch kv_head row dim"], scale: float
+    ) -> tuple[Float[Tensor, "batch kv_head row value_dim"], Float[Tensor, "batch kv_head row"]]:
+        return attend(rows, self.near_key, self.near_value, None, scale)
 
 
 Part = tuple[Float[Tensor, "_ row value_dim"], Float[Tensor, "_ row"]]  # pieces of one list of keys
 
 
-def _read(query: Float[Tensor, "1 1 row dim"], shelf: Shelf, scale: float) -> Part:
+def read_shelf(query: Float[Tensor, "1 1 row dim"], shelf: Shelf, scale: float) -> Part:
     """Attention over a shelf, cut into pieces so that every thread has one: the kernel itself splits rows only."""
     pieces = min(torch.get_num_threads(), MOST_PIECES, shelf.length // PIECE) if query.device.type == "cpu" else 1
     each = -(-shelf.length // max(pieces, 1))

@@ -1,13 +1,15 @@
 """Measure side by side in one process: interleaved, medians, with what is needed to read the numbers later."""
 
 import ctypes
+import inspect
 import json
 import os
 import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,53 @@ def interleave(rivals: dict[str, Callable[[], object]], repeats: int) -> dict[st
             if turn:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+@contextmanager
+def stopwatch(parts: dict[str, list[tuple[Any, str]]]) -> Iterator[dict[str, float]]:
+    """Seconds spent in some functions, by part; what one part does inside another counts for the inner one alone.
+
+    A part is a list of functions, each by its module or class and its name there. Of a generator, the time counts
+    until it is exhausted: what is done with each of its items too.
+    """
+    seconds = dict.fromkeys(parts, 0.0)
+    inside = [0.0]  # what inner parts took, for each part that is running
+
+    @contextmanager
+    def running(part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        inside.append(0.0)
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - start
+            seconds[part] += took - inside.pop()
+            inside[-1] += took
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isgeneratorfunction(function):
+
+            def generate(*args: Any, **kwargs: Any) -> Any:
+                with running(part):
+                    yield from function(*args, **kwargs)
+
+            return generate
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with running(part):
+                return function(*args, **kwargs)
+
+        return call
+
+    before = [(owner, name, getattr(owner, name)) for functions in parts.values() for owner, name in functions]
+    try:
+        for part, functions in parts.items():
+            for owner, name in functions:
+                setattr(owner, name, timed(part, getattr(owner, name)))
+        yield seconds
+    finally:
+        for owner, name, function in before:
+            setattr(owner, name, function)
 
 
 def median(seconds: list[float]) -> float:

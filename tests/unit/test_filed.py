@@ -115,7 +115,7 @@ def test_a_piece_for_each_thread_is_masked_where_keys_end(monkeypatch):
         for length in range(64, 90):
             rows = torch.randn(3, length + 5, 4, dtype=torch.float64)
             shelf = filing.Shelf(*rows[:2], torch.arange(length))
-            out, lse = filing._read(rows[2, None, None, :3], shelf, 1.0)
+            out, lse = filing.read_shelf(rows[2, None, None, :3], shelf, 1.0)
             weights = lse.softmax(dim=0)[..., None]
             exact = reference.attention(
                 rows[2, None, None, :3],
