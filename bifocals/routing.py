@@ -107,26 +107,33 @@ class Router(Balance):
         self.centroids = nn.Parameter(torch.randn(routers, config.groups, config.dim))
 
     def scores(self, hidden: Float[Tensor, "batch length hidden"], side: int) -> Scores:
-        """Unbalanced scores of one side (0: queries, -1: keys), in float32 at least: top-k is a decision."""
+        """Unbalanced scores of one side (0: queries, -1: keys)."""
+        return self._scores(hidden, self.projection[side, None])[:, 0]
+
+    def _scores(
+        self, hidden: Float[Tensor, "batch length hidden"], sides: Float[Tensor, "side router hidden dim"]
+    ) -> Float[Tensor, "batch side router length group"]:
+        """In float32 at least: top-k is a decision. Both sides at once: a single token costs by the call."""
         precision = torch.promote_types(hidden.dtype, torch.float32)
-        tokens = hidden.to(precision)[:, None] @ self.projection[side].to(precision)  # (batch, router, length, dim)
+        tokens = hidden.to(precision)[:, None] @ sides.to(precision).flatten(0, 1)  # (batch, side * router, ...)
         centroids = self.centroids.to(precision)
         if self.config.score == "cosine":
             tokens, centroids = normalize(tokens, dim=-1), normalize(centroids, dim=-1)
-        return tokens @ centroids.mT / self.config.tau
+        return tokens.unflatten(1, sides.shape[:2]) @ centroids.mT / self.config.tau
 
     def forward(
         self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
     ) -> Routing:
         """Balanced scores of both sides; ``is_real`` is False at padding, which no balance counts."""
-        key_scores = self.scores(hidden, -1)
+        scores = self._scores(hidden, self.projection)
+        query_scores, key_scores = scores[:, 0], scores[:, -1]
         weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
         if self.config.balance == "sinkhorn":
             key_scores = key_scores + sinkhorn_potentials(key_scores, self.config.rounds, weights)[..., None, :]
         else:
             key_scores = self.balanced(key_scores, weights)
         is_shared = self.config.sides == "same"
-        return Routing(key_scores if is_shared else self.scores(hidden, 0), key_scores, is_shared)
+        return Routing(key_scores if is_shared else query_scores, key_scores, is_shared)
 
     def membership(
         self, hidden: Float[Tensor, "batch length hidden"], top_k: int | None = None
