@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bifocals.autocast import as_autocast, without_autocast
 from bifocals.checks import check_heads, check_positive, check_segments, temperature_per_query
-from bifocals.segments import blank_padding, is_padding, visible_pairs
+from bifocals.segments import blank_padding, is_padding, row_blocks, visible_pairs
 
 
 def focal_attention(
@@ -65,8 +65,14 @@ def focal_attention(
     if segments is None and reach is None and (not is_causal or queries == keys or queries == 1):
         is_square = is_causal and queries > 1
         return scaled_dot_product_attention(query, key, value, is_causal=is_square, scale=scale, enable_gqa=grouped)
-    pairs = visible_pairs(queries, keys, segments, is_causal, reach, query.device)
-    attended = scaled_dot_product_attention(query, key, value, attn_mask=pairs, scale=scale, enable_gqa=grouped)
+    blocks = []
+    for start, stop in row_blocks(queries, keys, is_causal):
+        seen = keys - queries + stop
+        some = None if segments is None else segments[:, :seen]
+        pairs = visible_pairs(stop - start, seen, some, is_causal, reach, query.device)
+        rows, to_read = query[:, :, start:stop], (key[:, :, :seen], value[:, :, :seen])
+        blocks.append(scaled_dot_product_attention(rows, *to_read, attn_mask=pairs, scale=scale, enable_gqa=grouped))
+    attended = torch.cat(blocks, dim=2)
     return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
 
 

@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from bifocals.backends.dense import dense_attention
 from bifocals.config import FocusConfig
 from bifocals.focal import focal_attention
-from bifocals.segments import is_padding, segment_starts, visible_pairs
+from bifocals.segments import is_padding, row_blocks, segment_starts, visible_pairs
 
 NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
 
@@ -44,6 +44,11 @@ class BasePattern(NamedTuple):
     def segments_of(self, keys: int) -> Tensor | None:
         """The segments of the last ``keys`` tokens."""
         return None if self.segments is None else self.segments[:, self.segments.shape[1] - keys :]
+
+    def without_last(self, tokens: int) -> "BasePattern":
+        """The same before so many tokens came."""
+        known = self.segments
+        return self if known is None else self._replace(segments=known[:, : known.shape[1] - tokens])
 
     def reach_over(self, keys: int) -> int | None:
         """The reach, if it hides any of the keys."""
@@ -200,6 +205,17 @@ def focus_over_all_pairs(
     """Focus with every pair written out, for what the operators do not offer: padding between tokens, and dropout."""
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     segments = pattern.segments_of(keys)
+    blocks = row_blocks(queries, keys * heads, pattern.is_causal)
+    if len(blocks) > 1:
+        how: dict[str, Any] = {"is_soft": is_soft, "scale": scale, "softcap": softcap, "dropout": dropout}
+        parts = []
+        for start, stop in blocks:
+            rows, seen = slice(start, stop), slice(0, keys - queries + stop)
+            cut = pattern.without_last(queries - stop)
+            warmth = temperature[:, :, rows] if isinstance(temperature, Tensor) and temperature.ndim else temperature
+            vectors = query[:, :, rows], key[:, :, seen], value[:, :, seen], reads[:, :, rows], holds[:, :, seen]
+            parts.append(focus_over_all_pairs(*vectors, cut, focus, temperature=warmth, **how))
+        return torch.cat(parts, dim=2)
     is_sink = _sinks(pattern, keys, focus.sinks, query.device)[:, None, None, :]
     position = torch.arange(keys, device=query.device)
     near = (position[keys - queries :, None] - position).abs() <= focus.window

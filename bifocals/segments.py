@@ -4,6 +4,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+PAIRS = 1 << 22  # that are written out together
+
+
+def row_blocks(queries: int, keys: int, is_causal: bool) -> list[tuple[int, int]]:
+    """Rows to be masked together: where all would be too many, a few at a time, so that no mask is length x length."""
+    if not is_causal or queries * keys <= PAIRS:
+        return [(0, queries)]
+    rows = max(1, PAIRS // keys)
+    return [(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+
 
 def segment_starts(keys: int, segments: Tensor | None, device: torch.device) -> Int[Tensor, "#batch key"]:
     """The first position of each token's segment."""
