@@ -122,3 +122,54 @@ def test_a_fold_that_stops_half_way_leaves_nothing(saved_model: Path, tmp_path: 
     assert result.exit_code == 1
     assert "the disk is full" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+PARTS = {"routing", "near", "far", "attention", "append", "rest"}
+
+
+def test_bench_decode_measures_one_layer_and_says_where_time_and_memory_go(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    result = run(
+        *("bench", "decode", "--context", "300,5000", "--groups", "4", "--top-k", "2", "--window", "16", "--dim", "8"),
+        *("--heads", "4", "--kv-heads", "2", "--repeats", "2", "--json", str(path)),
+    )
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["context"] for row in rows] == [300, 5000]
+    for row in rows:
+        assert row["parts"].keys() == {"near", "far", "attention", "append"}
+        assert row["speedup"] == pytest.approx(row["dense_seconds"] / row["focus_seconds"])
+        assert row["max_error"] < 1e-5
+    assert 1 <= rows[1]["memory"] < 1.2
+
+
+def test_bench_decode_prints_no_timing_when_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bifocals.filed import Filed
+
+    monkeypatch.setattr(Filed, "attend", lambda filed, query, reads, scale: torch.zeros_like(query))
+    result = run("bench", "decode", "--context", "300", "--window", "16", "--dim", "8", "--repeats", "1")
+    assert "differs from the float64 oracle" in str(result.exception)
+    assert "speedup" not in result.output
+
+
+def test_bench_decode_and_prefill_measure_a_whole_model(saved_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "numbers.json"
+    pattern = ("--groups", "4", "--window", "16", "--repeats", "1", "--json", str(path))
+    result = run("bench", "decode", str(saved_model), "--context", "60,2500", *pattern)
+    assert result.exit_code == 0, result.output
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["parts"].keys() == PARTS
+        assert row["parts"]["routing"] > 0
+        assert (row["parts"]["far"] > 0) == (row["context"] == 2500)
+    result = run("bench", "prefill", str(saved_model), "--lengths", "40,1500", *pattern)
+    assert result.exit_code == 0, result.output
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["parts"].keys() == PARTS
+        assert (row["parts"]["far"] > 0) == (row["length"] == 1500)
+
+
+@pytest.mark.parametrize("wrong", [["--top-k", "9"], ["--heads", "4", "--kv-heads", "3"], ["--context", "100"]])
+def test_bench_decode_refuses_what_cannot_be(wrong: list[str]) -> None:
+    result = run("bench", "decode", *wrong)
+    assert result.exit_code == 2
+    assert "expected" in result.output
