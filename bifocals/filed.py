@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -25,7 +26,7 @@ from bifocals.growing import with_slack
 PIECE = 512  # keys that are worth a thread of their own
 MOST_PIECES = 64  # fewer than a piece has keys
 
-Numbers = Int[Tensor, "batch router token"]  # the group of each key, counted from 1; 0 is none
+Numbers = Int[np.ndarray, "batch router token"]  # the group of each key, counted from 1; 0 is none
 
 
 class Shelf:
@@ -115,14 +116,17 @@ class Filed:
         last = torch.arange(self.length - self.ring, self.length, device=device).roll(self.length % self.ring)
         return [torch.cat([torch.arange(start, start + self.sinks, device=device), last]) for start in self.starts]
 
-    def _places(self, numbers: Numbers, groups: int) -> Iterator[list[list[Int[Tensor, " token"]]]]:
+    def _places(self, numbers: Numbers, groups: int) -> Iterator[list[list[Int[Tensor, " _"]]]]:
         """For each row, head and shelf, the positions of what the shelf holds."""
         kv_heads = self.near_key.shape[1]
         for row, start in zip(numbers[:, :, : self.length - self.ring], self.starts):
-            far = row.clone()
+            far = row.copy()
             far[:, start : start + self.sinks] = -1
-            routers = [[(router == number).nonzero()[:, 0] for number in range(groups + 1)] for router in far]
+            routers = [[self._index(router == number) for number in range(groups + 1)] for router in far]
             yield [routers[head * len(routers) // kv_heads] for head in range(kv_heads)]
+
+    def _index(self, is_there: Bool[np.ndarray, " token"]) -> Int[Tensor, " place"]:
+        return torch.from_numpy(np.flatnonzero(is_there)).to(self.near_key.device)
 
     def append(
         self,
@@ -177,15 +181,17 @@ class Filed:
         batch, kv_heads, _, dim = self.near_key.shape
         rows = query.reshape(batch, kv_heads, -1, dim)  # the heads that share keys are the rows of one call
         out, lse = self.read_near(rows, scale)
-        parts = [[part] for part in zip(out.flatten(0, 1)[:, None], lse.flatten(0, 1)[:, None])]
+        parts = [[part] for part in zip(out.flatten(0, 1)[:, None, None], lse.flatten(0, 1)[:, None, None])]
+        each_row = rows.flatten(0, 1)[:, None, None].unbind()
         each = max(1, reads.shape[1] // kv_heads)  # readers of a key-value head
         for row, readers in enumerate(reads.tolist()):
             for head, shelves in enumerate(self.shelves[row]):
                 first = head * len(readers) // kv_heads
                 for shelf, *wanted in zip(shelves[1:], *readers[first : first + each]):
                     if shelf.length and any(wanted):
-                        part = read_shelf(rows[row : row + 1, head : head + 1], shelf, scale)
-                        parts[row * kv_heads + head].append(part if all(wanted) else _closed(part, wanted))
+                        here = row * kv_heads + head
+                        part = read_shelf(each_row[here], shelf, scale)
+                        parts[here].append(part if all(wanted) else _closed(part, wanted))
         return _merge(parts).view(*query.shape[:3], -1)
 
     def read_near(
@@ -194,7 +200,7 @@ class Filed:
         return attend(rows, self.near_key, self.near_value, None, scale)
 
 
-Part = tuple[Float[Tensor, "_ row value_dim"], Float[Tensor, "_ row"]]  # pieces of one list of keys
+Part = tuple[Float[Tensor, "_ 1 row value_dim"], Float[Tensor, "_ 1 row"]]  # pieces of one list of keys
 
 
 def read_shelf(query: Float[Tensor, "1 1 row dim"], shelf: Shelf, scale: float) -> Part:
@@ -203,12 +209,10 @@ def read_shelf(query: Float[Tensor, "1 1 row dim"], shelf: Shelf, scale: float) 
     each = -(-shelf.length // max(pieces, 1))
     if pieces <= 1 or pieces * each > shelf.key.shape[0]:
         key, value = shelf.key[None, None, : shelf.length], shelf.value[None, None, : shelf.length]
-        out, lse = attend(query, key, value, None, scale)
-    else:
-        key, value = (room[: pieces * each].view(pieces, 1, each, -1) for room in (shelf.key, shelf.value))
-        mask = _tail_mask(pieces, each, pieces * each - shelf.length, query)
-        out, lse = attend(query.expand(pieces, -1, -1, -1), key, value, mask, scale)
-    return out[:, 0], lse[:, 0]
+        return attend(query, key, value, None, scale)
+    key, value = (room[: pieces * each].view(pieces, 1, each, -1) for room in (shelf.key, shelf.value))
+    mask = _tail_mask(pieces, each, pieces * each - shelf.length, query)
+    return attend(query.expand(pieces, -1, -1, -1), key, value, mask, scale)
 
 
 def _tail_mask(pieces: int, each: int, over: int, query: Tensor) -> Float[Tensor, "piece 1 row key"] | None:
@@ -236,9 +240,11 @@ def _merge(parts: list[list[Part]]) -> Float[Tensor, "list row value_dim"]:
     """Each list of parts, over disjoint keys of the same rows, as one; the first of a list has read something."""
     counts = [sum(len(lse) for _, lse in some) for some in parts]
     most = max(counts)
-    out, lse = parts[0][0]
-    nothing = out.new_zeros(1, 1, 1).expand(1, *out.shape[1:]), lse.new_full((1, 1), -torch.inf).expand(1, lse.shape[1])
-    level = [part for some, count in zip(parts, counts) for part in (*some, *[nothing] * (most - count))]
-    outs, lses = (torch.cat(side).view(len(parts), most, *side[0].shape[1:]) for side in zip(*level))
+    if most > min(counts):
+        out, lse = parts[0][0]
+        nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
+        parts = [[*some, *[nothing] * (most - count)] for some, count in zip(parts, counts)]
+    sides = zip(*(part for some in parts for part in some))
+    outs, lses = (torch.cat(side).view(len(parts), most, *side[0].shape[2:]) for side in sides)
     weights = lses.softmax(dim=1)[..., None].to(outs.dtype)  # of each part in the softmax over all keys
     return (weights * outs).sum(dim=1)

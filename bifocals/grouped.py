@@ -7,15 +7,16 @@ prompt, padding between tokens, a graph) gets it back, and the next single token
 
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
 from bifocals.config import FocusConfig
-from bifocals.filed import Filed
-from bifocals.growing import Growing, is_writable
+from bifocals.filed import Filed, Numbers
+from bifocals.growing import Growing, GrowingArray, is_writable
 from bifocals.memory import Memory
 
 LONG = 2048  # tokens from which on reading some groups pays for keeping them apart
@@ -28,9 +29,8 @@ class GroupedLayer(Memory, DynamicLayer):
     _flat: tuple[Growing, Growing] | None  # keys and values in time order; or
     _filed: Filed | None  # by group, and
     _new: tuple[Tensor, Tensor] | None  # those that came in and are not yet filed
-    _numbers: Growing | None  # (batch, router, token): the group of each key, see filed.Numbers
+    _numbers: GrowingArray | None  # of the groups that the keys are in
     _sums: Growing | None
-    _counting: Tensor | None  # 1, 2, ...: the numbers of the groups
 
     def __init__(self, layer: DynamicLayer, focus: FocusConfig) -> None:
         # The base's is not called: it would set keys and values, which here are computed.
@@ -40,7 +40,7 @@ class GroupedLayer(Memory, DynamicLayer):
             self._flat = Growing(layer.keys), Growing(layer.values)
 
     def reset(self) -> None:
-        self._flat = self._filed = self._new = self._numbers = self._sums = self._counting = None
+        self._flat = self._filed = self._new = self._numbers = self._sums = None
 
     @property
     def is_filed(self) -> bool:
@@ -69,10 +69,13 @@ class GroupedLayer(Memory, DynamicLayer):
         return 0 if self._numbers is None else self._numbers.length
 
     def shape(self) -> torch.Size:
+        return self._some_keys().shape
+
+    def _some_keys(self) -> Tensor:
         if self._filed is not None:
-            return self._filed.near_key.shape
+            return self._filed.near_key
         assert self._flat is not None
-        return self._flat[0].room.shape
+        return self._flat[0].room
 
     def get_seq_length(self) -> int:
         if self._filed is not None:
@@ -99,25 +102,28 @@ class GroupedLayer(Memory, DynamicLayer):
         sums: Float[Tensor, "batch 1 new size"] | None,
     ) -> None:
         """What is to be known of the new tokens, after their keys went in."""
+        is_in = holds.cpu().numpy()
         if is_real is not None:
-            holds = holds & is_real[:, None, :, None]
-        if self._counting is None or self._counting.device != holds.device:
-            self._counting = torch.arange(1, self.focus.groups + 1, dtype=torch.int16, device=holds.device)
-        numbers = (holds * self._counting).sum(dim=-1, dtype=torch.int16)
-        if sums is not None:
-            self._sums = _grown(self._sums, sums)
-        self._numbers = _grown(self._numbers, numbers)
+            is_in = is_in & is_real.cpu().numpy()[:, None, :, None]
+        numbers = ((is_in.argmax(axis=-1) + 1) * is_in.any(axis=-1)).astype(np.int16)
+        if sums is not None and self._sums is not None:
+            self._sums.append(sums)
+        elif sums is not None:
+            self._sums = Growing(sums)
+        if self._numbers is not None:
+            self._numbers.append(numbers)
+        else:
+            self._numbers = GrowingArray(numbers)
 
     def last_sums(self) -> Tensor | None:
         return None if self._sums is None else self._sums.held[:, :, -1:]
 
     def membership(self) -> Bool[Tensor, "batch router token group"]:
         """The groups of all keys."""
-        numbers = self._known_numbers()
-        assert self._counting is not None
-        return torch.eq(numbers[..., None], self._counting)
+        is_in = self._known_numbers()[..., None] == np.arange(1, self.focus.groups + 1)
+        return torch.from_numpy(is_in).to(self._some_keys().device)
 
-    def _known_numbers(self) -> Int[Tensor, "batch router token"]:
+    def _known_numbers(self) -> Numbers:
         assert self._numbers is not None, "the groups of keys are remembered before they are asked for"
         return self._numbers.held
 
@@ -155,14 +161,15 @@ class GroupedLayer(Memory, DynamicLayer):
         scale: float,
     ) -> Float[Tensor, "batch head new value_dim"]:
         """The attention of the new tokens, whose keys came in and whose groups are remembered."""
-        starts = self._starts(starts)
+        starts, sinks, window = self._starts(starts), self.focus.sinks, self.focus.window
         if self._flat is not None and self._is_worth_filing(starts):
             key, value = self.in_time_order()
-            how = self.focus.groups, starts, self.focus.sinks, self.focus.window
-            self._filed, self._flat = Filed.file(key, value, self._known_numbers(), *how), None
+            numbers, groups = self._known_numbers(), self.focus.groups
+            self._filed, self._flat = Filed.file(key, value, numbers, groups, starts, sinks, window), None
             return self._filed.attend(query, reads[:, :, 0], scale)
-        if self._filed is None:
+        if self._flat is not None:
             return self._attend_masked(query, reads[:, :, 0], starts, scale)
+        assert self._filed is not None
         assert self._new is not None
         attended = []
         for token in range(query.shape[2]):
@@ -185,22 +192,21 @@ class GroupedLayer(Memory, DynamicLayer):
         starts: tuple[int, ...],
         scale: float,
     ) -> Float[Tensor, "batch head 1 value_dim"]:
-        """In time order: every key, with a mask over those that are not read."""
+        """In time order: every key, with a mask (made on the host: cheaper calls) over those not read."""
         key, value = self.in_time_order()
-        batch, heads, length, near = key.shape[0], query.shape[1], key.shape[2], key.shape[2] - 1 - self.focus.window
+        batch, heads, near = key.shape[0], query.shape[1], key.shape[2] - 1 - self.focus.window
         mask = None
         if near > 0 or any(starts):
-            added = pad(reads.to(query.dtype), (1, 0)).log_()  # to the logits of each group's keys: 0, or -inf
-            numbers = self._known_numbers().long()
-            finest = max(added.shape[1], numbers.shape[1])
-            mask = _repeat(added, finest).gather(2, _repeat(numbers, finest))
-            mask[..., max(near, 0) :] = 0
-            for row, start in enumerate(starts if any(starts) else ()):
-                mask[row, :, start : start + self.focus.sinks] = 0
-                mask[row, :, :start] = -torch.inf
-            if not any(starts):
-                mask[..., : self.focus.sinks] = 0
-            mask = _repeat(mask, heads).view(batch, heads, 1, length)
+            added = np.full((*reads.shape[:2], self.focus.groups + 1), -np.inf, dtype=np.float32)
+            added[..., 1:][reads.cpu().numpy()] = 0  # to the logits of the keys of each group
+            finest = max(reads.shape[1], self._known_numbers().shape[1])
+            of_row = np.arange(batch * finest).reshape(batch, finest, 1) * added.shape[2]
+            closed = _repeat(added, finest).ravel()[_repeat(self._known_numbers(), finest) + of_row]
+            closed[..., max(near, 0) :] = 0
+            for row, start in enumerate(starts):
+                closed[row, :, start : start + self.focus.sinks] = 0
+                closed[row, :, :start] = -np.inf
+            mask = torch.from_numpy(_repeat(closed, heads)[:, :, None]).to(query)
         is_grouped = heads != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
 
@@ -232,21 +238,12 @@ class GroupedLayer(Memory, DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.is_initialized:
             return
-        rows = torch.arange(self.shape()[0], device=indices.device)[indices]
-        if self._filed is not None:
-            self._filed.select(rows.tolist())
-        for growing in (*(self._flat or ()), self._numbers, self._sums):
-            if growing is not None:
-                growing.select(rows.to(growing.room.device))
+        rows = torch.arange(self.shape()[0], device=indices.device)[indices].tolist()
+        for part in (*(self._flat or ()), self._filed, self._numbers, self._sums):
+            if part is not None:
+                part.select(rows)
 
 
-def _grown(growing: Growing | None, new: Tensor) -> Growing:
-    if growing is None:
-        return Growing(new)
-    growing.append(new)
-    return growing
-
-
-def _repeat(side: Tensor, times: int) -> Tensor:
+def _repeat(side: np.ndarray, times: int) -> np.ndarray:
     """One for each of so many readers or heads."""
-    return side if side.shape[1] == times else side.repeat_interleave(times // side.shape[1], dim=1)
+    return side if side.shape[1] == times else side.repeat(times // side.shape[1], axis=1)

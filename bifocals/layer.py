@@ -24,6 +24,7 @@ from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
+from bifocals.token_router import TokenRouter, may_route_alone
 
 Mode = Literal["soft", "hard", "off"]
 
@@ -77,6 +78,7 @@ class LayerLens(nn.Module):
         self.router = None if focus is None else _router(site, focus)
         self.heads, self.kv_heads = site.heads, site.kv_heads
         self.features = site.features if isinstance(self.router, NetworkRouter) else None
+        self.token_router: TokenRouter | None = None
         self.seen = Seen()
         self.register_load_state_dict_post_hook(_forgive_absence)
 
@@ -224,12 +226,22 @@ class LayerLens(nn.Module):
                 "Sinkhorn over the sequence is not defined while decoding: a new token would move the groups of cached "
                 "ones. Use balance='causal', or use_cache=False."
             )
+        tape, top_k = self.settings.tape, self.settings.top_k
         with without_autocast(routed[0]):
+            if self.settings.mode == "hard" and tape is None and may_route_alone(self.router, routed[0]):
+                return self._token_router().membership(routed[0], top_k)
             routing = self.router(*routed, real)
         if self.settings.mode == "soft":
             return routing.gates()
-        tape, top_k = self.settings.tape, self.settings.top_k
         return routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
+
+    def _token_router(self) -> TokenRouter:
+        """Prepared at the first token after a prompt, and whenever weights have changed."""
+        assert isinstance(self.router, Router)
+        prepared = self.token_router
+        if prepared is None or not prepared.is_fresh():
+            prepared = self.token_router = TokenRouter(self.router)
+        return prepared
 
     def _temperature(
         self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | GroupedLayer | None

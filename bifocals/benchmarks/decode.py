@@ -29,6 +29,7 @@ from bifocals.benchmarks.measuring import interleave, median, stopwatch, surroun
 from bifocals.benchmarks.subject import Subject, load_subject
 from bifocals.filed import Filed
 from bifocals.grouped import GroupedLayer
+from bifocals.growing import GrowingArray
 from bifocals.layer import LayerLens
 
 CHECKED = 1024  # tokens
@@ -67,9 +68,9 @@ class Layer:
         self.setting = setting
         shape = (1, setting.kv_heads, context, setting.dim)
         self.key, self.value = (torch.randn(shape, dtype=dtype) for _ in range(2))
-        self.numbers = torch.randint(1, setting.groups + 1, shape[:3], dtype=torch.int16)
+        self.numbers = GrowingArray(torch.randint(1, setting.groups + 1, shape[:3], dtype=torch.int16).numpy())
         how = setting.groups, (0,), setting.sinks, setting.window
-        self.filed = Filed.file(self.key, self.value, self.numbers, *how)
+        self.filed = Filed.file(self.key, self.value, self.numbers.held, *how)
         self.scale = setting.dim**-0.5
 
     def draw(self) -> tuple[Tensor, Tensor]:
@@ -88,22 +89,22 @@ class Layer:
             torch.cat([tensor, tensor[:, :, :1]], dim=2)
 
     def append_to_filed(self) -> None:
-        self.filed.append(self.key[:, :, :1], self.value[:, :, :1], self.numbers)
-        self.numbers = torch.cat([self.numbers, self.numbers[:, :, :1]], dim=2)
+        self.numbers.append(self.numbers.held[:, :, :1])
+        self.filed.append(self.key[:, :, :1], self.value[:, :, :1], self.numbers.held)
 
     def memory(self) -> float:
         """Of the grouped form over the plain one."""
-        near = [self.filed.near_key, self.filed.near_value, self.numbers]
         shelves = [shelf for head in self.filed.shelves[0] for shelf in head]
-        tensors = near + [tensor for shelf in shelves for tensor in (shelf.key, shelf.value)]
-        return sum(tensor.nbytes for tensor in tensors) / (self.key.nbytes + self.value.nbytes)
+        far = sum(shelf.key.nbytes + shelf.value.nbytes for shelf in shelves)
+        near = self.filed.near_key.nbytes + self.filed.near_value.nbytes
+        return (near + far + self.numbers.room.nbytes) / (self.key.nbytes + self.value.nbytes)
 
 
 def check_against_oracle(setting: Setting) -> float:
     """The largest error in float32 against the float64 oracle, which must be of the size of the oracle's own."""
     layer = Layer(setting, max(CHECKED, setting.window + setting.sinks + 1))
     query, reads = layer.draw()
-    holds = one_hot(layer.numbers.long() - 1, setting.groups).bool()
+    holds = one_hot(torch.from_numpy(layer.numbers.held).long() - 1, setting.groups).bool()
     vectors = query, layer.key, layer.value
     pattern: dict[str, Any] = {"membership": reads[:, :, None], "key_membership": holds}
     pattern |= {"window": setting.window, "sinks": setting.sinks}

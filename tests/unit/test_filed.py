@@ -30,7 +30,7 @@ class Sequence:
         self.groups, self.window, self.sinks, self.starts = groups, window, sinks, STARTS
         self.query = torch.randn(3, heads, length, DIM, dtype=torch.float64)
         self.key, self.value = torch.randn(2, 3, kv_heads, length, DIM, dtype=torch.float64)
-        self.numbers = torch.randint(0, groups + 1, (3, routers, length), dtype=torch.int16)
+        self.numbers = torch.randint(0, groups + 1, (3, routers, length), dtype=torch.int16).numpy()
         self.reads = torch.rand(3, readers, length, groups) < torch.rand(3, readers, length, 1)
         self.segments = torch.zeros(3, length, dtype=torch.long)
         for row, start in enumerate(STARTS):
@@ -59,7 +59,7 @@ class Sequence:
             key,
             value,
             membership=self.reads[:, :, last],
-            key_membership=one_hot(self.numbers[:, :, seen].long(), self.groups + 1)[..., 1:].bool(),
+            key_membership=one_hot(torch.from_numpy(self.numbers)[:, :, seen].long(), self.groups + 1)[..., 1:].bool(),
             window=self.window,
             sinks=self.sinks,
             segments=self.segments[:, seen],

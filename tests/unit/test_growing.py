@@ -12,7 +12,7 @@ def test_what_is_held_is_what_was_appended():
         assert torch.equal(growing.append(whole[:, :, start:stop]), whole[:, :, :stop])
     growing.cut(30)
     assert torch.equal(growing.append(whole[:, :, 30:45]), whole[:, :, :45])
-    growing.select(torch.tensor([1, 1, 0]))
+    growing.select([1, 1, 0])
     assert torch.equal(growing.held, whole[[1, 1, 0], :, :45])
 
 
