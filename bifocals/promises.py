@@ -84,6 +84,7 @@ def _check(lens: Lens, tokenizer: Any, text: str | None) -> Report:
     try:
         with evaluating(model):
             subject = _Subject(lens, _tokens(lens, tokenizer, text))
+            subject.run(subject.tokens[:, :2], model=subject.base)  # a model that check cannot follow breaks no promise
             before = fingerprint(model)
             promises: dict[str, Callable[[], str]] = {
                 "off is the base model, bit for bit": subject.off_is_base,
@@ -255,14 +256,14 @@ class _Subject:
                 name, row = "decoder_input_ids", self.decoded if decoded is None else decoded
                 row = row.expand(tokens.shape[0], -1)
             if not self.is_causal:
-                return model(input_ids=row, **known).logits
+                return _per_token(model(input_ids=row, **known), row)
             if cuts is None:
-                return model(**{name: row}, use_cache=False, **known).logits
+                return _per_token(model(**{name: row}, use_cache=False, **known), row)
             past, found = None, []
             for start, stop in pairwise(cuts):
                 step = model(**{name: row[:, start:stop]}, past_key_values=past, use_cache=True, **known)
                 past = step.past_key_values
-                found.append(step.logits)
+                found.append(_per_token(step, row[:, start:stop]))
             return torch.cat(found, dim=1)
 
 
@@ -299,6 +300,17 @@ def _tokens(lens: Lens, tokenizer: Any, text: str | None) -> Tensor:
     if row.shape[1] < 24:
         raise ValueError(f"text: expected at least 24 tokens, got {row.shape[1]}. Give a longer text.")
     return row.to(device)
+
+
+def _per_token(output: Any, row: Tensor) -> Tensor:
+    """The logits of each token; of a model without a head, its last hidden states."""
+    found: Tensor = output.logits if "logits" in output else output.last_hidden_state
+    if found.ndim < 3 or found.shape[:2] != row.shape:
+        raise ValueError(
+            f"check compares what a model says of each token: expected outputs of shape (*{tuple(row.shape)}, size), "
+            f"got {tuple(found.shape)}. Attach the lens to its base_model and check that."
+        )
+    return found
 
 
 def _stack(short: Tape, long: Tape, start: int, length: int) -> Tape:

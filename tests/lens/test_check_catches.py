@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from bifocals import FocalConfig, FocusConfig, adapter, attach, check, interface, layer, lens_of
 from bifocals.grouped import GroupedLayer
 from bifocals.lens import Lens
-from bifocals.testing import tiny_model
+from bifocals.testing import TINY, tiny_model
 
 OFF, AHEAD, PADDING, BATCH, DECODING, SAVING, WEIGHTS = (
     "off is the base model, bit for bit",
@@ -120,3 +121,16 @@ def test_the_report_is_a_table_that_names_each_promise(model):
     text = str(check(model))
     assert text.count("kept  ") == 7
     assert DECODING in text
+
+
+def test_a_model_without_a_head_is_checked_by_its_hidden_states():
+    body = tiny_model("llama").base_model
+    attach(body, FocusConfig(groups=4, window=4))
+    assert check(body).is_kept
+
+
+def test_a_model_that_says_nothing_of_each_token_is_an_error_and_not_a_broken_promise():
+    model = LlamaForSequenceClassification(LlamaConfig(**TINY["llama"])).eval()
+    attach(model, FocusConfig(groups=4, window=4))
+    with pytest.raises(ValueError, match=r"each token: expected .*, got \(1, 2\)\. Attach the lens to its base_model"):
+        check(model)
