@@ -355,6 +355,11 @@ def choose_sites(sites: list[Site], layers: Iterable[int] | None) -> list[Site]:
 def _layer_lens(site: Site, focal: FocalConfig | None, focus: FocusConfig | None, settings: Settings) -> LayerLens:
     """On the device of its attention module; in float32 at least, as routing decides."""
     weight = next(site.module.parameters())
+    if weight.is_meta:
+        raise ValueError(
+            f"Layer {site.name} has no weights in memory: expected some on a device, got 'meta' (offloaded?). "
+            "Load the model onto a device, or several, and attach then."
+        )
     floating = weight.dtype if weight.is_floating_point() else torch.float32
     lens = LayerLens(site, focal, focus if site.may_focus else None, settings)
     return lens.to(device=weight.device, dtype=torch.promote_types(floating, torch.float32))

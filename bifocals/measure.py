@@ -40,7 +40,7 @@ class Measurement:
 def measure_patterns(
     tape: Tape, focus: FocusConfig, patterns: dict[str, tuple[bool, int | None]], attention_mask: Tensor | None
 ) -> Measurement:
-    """From the recorded groups; text without far pairs keeps all of them."""
+    """From the recorded groups; text without far pairs, or without any, keeps all of them."""
     layers, sums = {}, torch.zeros(4, dtype=torch.double)
     for name, (is_causal, reach) in patterns.items():
         reads, holds = tape.reads[name], tape.holds[name]
@@ -54,7 +54,7 @@ def measure_patterns(
 
 def _shares(counted: Tensor) -> tuple[float, float]:
     far_kept, far, kept, pairs = counted.tolist()
-    return far_kept / far if far else 1.0, kept / pairs
+    return far_kept / far if far else 1.0, kept / pairs if pairs else 1.0
 
 
 def _count(

@@ -357,6 +357,19 @@ def test_the_lens_of_a_wrapped_model_is_found():
     assert lens_of(wrapped) is lens
 
 
+def test_a_model_whose_weights_are_elsewhere_is_refused():
+    model = tiny_model("llama").to("meta")
+    with pytest.raises(ValueError, match=r"no weights in memory: expected .*, got 'meta'.* Load the model"):
+        attach(model, FOCUS)
+    assert lens_of(model) is None
+
+
+def test_measuring_nothing_but_padding_keeps_all_of_it():
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    measured = attach(model, FOCUS).measure(tokens, torch.zeros_like(tokens))
+    assert (measured.far_kept, measured.pairs_kept) == (1.0, 1.0)
+
+
 def test_wrong_settings_are_told_what_is_right():
     model = tiny_model("llama")
     lens = attach(model, FOCUS)
