@@ -47,7 +47,7 @@ WARM_UP = 10  # steps
 SOFT = 0.55  # share of the joint steps in which groups form; in the rest they are made even
 POTENTIAL_RATE = 0.2
 SHARP, SHARP_STRICT = 4.0, 3.0
-UNEVEN, CROWDED, CROWD = 0.3, 3.0, 1.1  # weights of uneven shares and of those above CROWD times the fair share
+UNEVEN, CROWDED, CROWD = 0.3, 5.0, 1.05  # weights of uneven shares and of those above CROWD times the fair share
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
     "Dominance was above {limit:g} times the fair share for {steps} steps in layer {layer}: its groups are collapsing. "
@@ -68,6 +68,7 @@ class MassOptions:
     rate: float = option(0.0, "Learning rate; 0 means 0.015 for networks and 0.005 for centroids.")
     query_rate: float = option(5e-3, "Learning rate of the updates of the queries alone.")
     budget: float = option(0.95, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
+    is_new: bool = option(True, "Draw the routers anew; or go on from those of the lens, without the soft phase.")
     seed: int = option(0, "Of everything that is drawn.")
     save_every: int = option(100, "Steps between checkpoints.")
     report_every: int = option(10, "Steps between reports.")
@@ -299,12 +300,14 @@ class _LayerFit:
     def run(self, step: int, moments: dict[str, Tensor]) -> MassProgress:
         """From ``step`` on, with the moments that the optimizer had there."""
         router = self.router
-        if step == 0:
+        if step == 0 and not self.options.is_new:
+            step = self.phases[1].first if isinstance(router, NetworkRouter) else 0
+        elif step == 0:
             initialise(router, self.fit.drawn("router", self.number))
         for phase in self.phases:
             if step >= phase.last:
                 continue
-            if step == 0 and isinstance(router, NetworkRouter):
+            if step == phase.first == 0 and isinstance(router, NetworkRouter):
                 self._standardise(router)
                 self._even(router, rounds=100)
             if step == phase.first and phase.name == "queries" and isinstance(router, NetworkRouter):

@@ -181,6 +181,22 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(router, tmp_path):
         assert same(resumed, whole)
 
 
+@every_router
+def test_a_second_fit_goes_on_from_the_first(router, tmp_path):
+    """Its first loss is about the last one of the first fit, and it can be stopped as well."""
+    short = MassOptions(steps=20, query_steps=8, rows=24, report_every=1, save_every=4, rate=1e-4, is_new=False)
+    lens, other = lens_with(router), lens_with(router)
+    fit(lens)
+    other.load_state_dict(lens.state_dict())
+    started = [loss for loss in fit(lens_with(router), options=MassOptions(steps=20, rows=24, report_every=1)) if loss]
+    with pytest.raises(KeyboardInterrupt):
+        fit(other, tmp_path, options=short, stop_after=20)
+    losses = [loss for loss in fit(lens, options=short) if loss]
+    assert losses[0] < started[0]
+    fit(other, tmp_path, options=short)
+    assert same(lens, other)
+
+
 def test_a_finished_run_is_not_run_again(tmp_path):
     first, second = lens_with("networks"), lens_with("networks")
     fit(first, tmp_path)
