@@ -123,6 +123,13 @@ def fit_mass(
         return fit.run()
 
 
+def calibrate(lens: Lens, blocks: Tensor, options: MassOptions | None = None, *, domains: Tensor | None = None) -> None:
+    """Thresholds anew, after networks were changed by another objective: top_k groups on average, over ``blocks``."""
+    options = MassOptions(batch=1) if options is None else options
+    _check(lens, blocks, options, domains)
+    _Fit(lens, blocks, options, domains, None, lambda progress: None).calibrate()
+
+
 def _check(lens: Lens, blocks: Tensor, options: MassOptions, domains: Tensor | None) -> None:
     if lens.focus is None:
         raise ValueError("The mass objective fits routers: expected a lens with Focus. Pass a FocusConfig to attach.")
@@ -201,11 +208,17 @@ class _Fit:
             step, moments = 0, {}
             if number + 1 < len(self.layers):
                 self.save(number + 1, 0, {})
-        networks = {name: router for name, router in self.lens.routers.items() if isinstance(router, NetworkRouter)}
+        networks = self._networks()
         if networks and captured:
             self._calibrate(networks, captured)
             self.save(len(self.layers), 0, {})
         return done
+
+    def calibrate(self) -> None:
+        self._calibrate(self._networks(), self._capture())
+
+    def _networks(self) -> dict[str, NetworkRouter]:
+        return {name: router for name, router in self.lens.routers.items() if isinstance(router, NetworkRouter)}
 
     def _capture(self) -> dict[str, LayerCapture]:
         count = len(self.blocks)

@@ -11,9 +11,13 @@ def is_first_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_processes() -> None:
     """Meet the others, if there are any and nobody has yet."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
+    if world_size() > 1 and not distributed.is_initialized():
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 

@@ -27,9 +27,9 @@ from bifocals.lens import Lens, attach, lens_of
 from bifocals.training.baselines import Baseline, balance, fit_kmeans
 from bifocals.training.checkpoint import CheckpointError, last_checkpoint
 from bifocals.training.data import Blocks, load_blocks
-from bifocals.training.mass import MassOptions, MassProgress, fit_mass
+from bifocals.training.mass import MassOptions, MassProgress, calibrate, fit_mass
 from bifocals.training.options import LoraOptions, TrainOptions
-from bifocals.training.processes import is_first_process, join_processes, wait_for_all
+from bifocals.training.processes import is_first_process, join_processes, wait_for_all, world_size
 from bifocals.training.watch import Progress, Report
 
 Options = TrainOptions | MassOptions
@@ -41,7 +41,7 @@ def train(
     tokenizer: Any,
     sources: Sequence[str],
     out: Path,
-    options: Options,
+    options: Options | None = None,
     *,
     focus: FocusConfig | None = None,
     length: int = 2048,
@@ -55,10 +55,11 @@ def train(
 
     ``sequences`` bounds the blocks taken from each source, ``held_out`` those it is measured on at the end.
     """
+    options = MassOptions() if options is None else options
     join_processes()
     blocks = load_blocks(sources, tokenizer, length, part="fitting", limit=sequences)
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
-    lens = lens_of(model) or _new_lens(model, FocusConfig() if focus is None else focus, options.seed)
+    lens = lens_of(model) or _new_lens(model, FocusConfig.network() if focus is None else focus, options.seed)
     if lens.focus is None:
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
     described = describe(lens, blocks, options)
@@ -213,7 +214,16 @@ def _fit_through_model(
             trainer = LensTrainer(lens, blocks.tokens, watched, folder / phase, options, is_full=is_full, report=report)
             trainer.train_from(last_checkpoint(folder / phase))
             losses[phase] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if lens.focus is not None and lens.focus.score == "network":
+        calibrate(lens, blocks.tokens, calibration(lens, blocks), domains=blocks.domains)
     return losses
+
+
+def calibration(lens: Lens, blocks: Blocks) -> MassOptions:
+    """As many queries of each block as have far keys, up to the usual number."""
+    assert lens.focus is not None
+    far = blocks.tokens.shape[1] - lens.focus.window - lens.focus.sinks
+    return MassOptions(batch=world_size(), rows=max(1, min(MassOptions().rows, far - 1)))
 
 
 @contextmanager

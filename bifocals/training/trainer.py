@@ -4,7 +4,6 @@ Ours are the loss, one step of the balance for each of the optimizer, and checkp
 and are read with pickle; these hold what is trained and the optimizer, and are read without executing anything.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from bifocals.training.checkpoint import (
 from bifocals.training.distill import distill_loss
 from bifocals.training.lm import lm_loss
 from bifocals.training.options import TrainOptions
-from bifocals.training.processes import wait_for_all
+from bifocals.training.processes import wait_for_all, world_size
 from bifocals.training.watch import CollapseWatch, Look, Progress, Report, look
 
 Loss = Callable[[nn.Module, Lens, Tensor], Tensor]
@@ -200,7 +199,7 @@ class Watching(TrainerCallback):
 
 
 def training_arguments(options: TrainOptions, folder: Path, is_full: bool) -> TrainingArguments:
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    processes = world_size()
     at_once = options.micro_batch * processes
     if options.batch % at_once:
         raise ValueError(

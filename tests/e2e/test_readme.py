@@ -27,6 +27,15 @@ def test_the_ten_lines_run_on_the_real_model(
     assert "LlamaForCausalLM" in capsys.readouterr().out
 
 
+@pytest.mark.real
+@pytest.mark.xdist_group("real")
+def test_the_fitting_snippet_runs_on_the_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = (snippet for snippet in SNIPPETS if "training" in snippet)
+    run(snippet)
+    assert (tmp_path / "lens" / "results.json").is_file()
+
+
 def test_the_operators_snippet_runs() -> None:
     (snippet,) = (snippet for snippet in SNIPPETS if "focus_attention" in snippet)
     run(snippet)

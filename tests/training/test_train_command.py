@@ -1,0 +1,60 @@
+"""`bifocals train`, as a user meets it."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from bifocals.cli import main
+from bifocals.train_command import describe
+from bifocals.training.watch import Progress
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["train", *map(str, arguments)])
+
+
+def test_train_fits_measures_and_writes_a_lens(saved_model, tmp_path):
+    result = run(
+        *(saved_model, "--data", "pydoc", "--out", tmp_path / "out", "--objective", "distill", "--steps", 2),
+        *("--batch", 2, "--length", 48, "--sequences", 4, "--held-out", 1, "--window", 8, "--groups", 4),
+    )
+    assert result.exit_code == 0, result.output
+    assert "top_k 2" in result.output
+    stored = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert stored["focus"]["score"] == "network"
+    assert stored["options"]["objective"] == "distill"
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rank", 4), "--rank: not an option of --objective mass"),
+        (("--objective", "lm", "--rows", 4), "--rows: not an option of --objective lm"),
+        (("--objective", "lm", "--steps", 0), "Expected steps >= 1, got 0"),
+        (("--objective", "lm", "--batch", 3, "--micro-batch", 2), "Expected batch a multiple of micro_batch 2"),
+        (("--lens", "somewhere", "--groups", 4), "--lens brings its own options"),
+        (("--baseline", "random", "--resume"), "measured in one go"),
+        (("--resume",), "Nothing to resume"),
+        (("--groups", 0), "Expected groups >= 1"),
+    ],
+)
+def test_wrong_arguments_get_one_message(saved_model, tmp_path, arguments, message):
+    result = run(saved_model, "--data", "pydoc", "--out", tmp_path / "out", "--length", 48, *arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_help_names_every_option_with_the_default_of_each_objective():
+    text = " ".join(run("--help").output.split())
+    assert "mass: 2; lm, distill: 4; lora: 4" in text
+    assert "--full-steps" in text
+
+
+def test_progress_is_one_line_of_what_is_known():
+    seen = Progress("lens", 3, 10, 2.5, 1000.0, 75.0, soft_loss=0.0, hard_loss=0.0, far_kept=0.25, dominance=0.2)
+    assert describe(seen) == (
+        "lens, loss 2.500, perplexity soft 1.00, hard 1.00, far pairs 25%, dominance 20%, 1000 tokens/s, 1:15 left"
+    )
