@@ -93,7 +93,7 @@ def bench_attention(json_path: Path | None, **options: Any) -> None:
         result = attention.run(setting, on_row)
     console.print(_attention_table(result["rows"]))
     if json_path is not None:
-        measuring.write_json(json_path, result)
+        measuring.write_json(json_path, {"command": _command(), **result})
         console.print(f"Written to {json_path}.")
 
 

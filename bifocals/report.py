@@ -14,8 +14,8 @@ def attention_table(folder: Path) -> str:
         "| tokens | groups a query reads | direction | speed-up | allowed by the pattern | pairs read |",
         "|---|---|---|---|---|---|",
     ]
-    for path in sorted(folder.glob("attention*.json")):
-        stored = json.loads(path.read_text())
+    for name in ("attention-k1", "attention-k2", "attention-backward"):
+        stored = json.loads((folder / f"{name}.json").read_text())
         setting = stored["setting"]
         direction = "forward + backward" if setting["backward"] else "forward"
         reads = f"{setting['top_k']} of {setting['groups']}"
