@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from bifocals import FocusConfig, attach, check
+from bifocals import FocusConfig, attach, check, lens_of
+from bifocals.benchmarks.capture import run as measure_capture
 from bifocals.network import NetworkRouter
 from bifocals.routing import Router
 from bifocals.testing import tiny_model, tiny_tokens
@@ -74,6 +75,13 @@ def test_capturing_computes_the_base():
     capture_layers(lens, tokens, torch.tensor([[20, 33, 59]]))
     torch.testing.assert_close(seen[0], expected)
     assert lens.mode == "off"
+
+
+def test_what_capturing_costs_is_measured_and_leaves_no_lens():
+    model = tiny_model("llama", dtype=torch.float32)
+    row = measure_capture(model, 600, 1)["rows"][0]
+    assert row["ratio"] == row["captured_seconds"] / row["plain_seconds"] > 0
+    assert lens_of(model) is None
 
 
 def updates():
