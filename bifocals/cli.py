@@ -409,8 +409,19 @@ main.add_command(train)
 
 
 @main.command()
-def demo() -> None:
-    """Show the operators and the lens on this machine, in a minute or two."""
+@click.option("--fit", "with_fit", is_flag=True, help="Fit a small lens first, instead of the shipped one.")
+@click.option("--save", type=click.Path(dir_okay=False, path_type=Path), help="Write what is shown into this file too.")
+def demo(with_fit: bool, save: Path | None) -> None:
+    """Show the lenses at work on a real model, measured on this machine, in a few minutes."""
     from bifocals.demo import run
+    from bifocals.files import write_file
+    from bifocals.train_command import FitDisplay
 
-    run(console)
+    shown = Console(record=True, width=None if sys.stdout.isatty() else 100)
+    if with_fit:
+        with FitDisplay() as display:
+            run(shown, with_fit=True, report=display.report)
+    else:
+        run(shown, with_fit=False)
+    if save is not None:
+        write_file(save, shown.export_text().encode())

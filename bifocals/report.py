@@ -58,7 +58,15 @@ def _text_name(source: str) -> str:
     return "/".join(Path(source).parts[-2:])
 
 
-TABLES = {"attention": attention_table, "quality": quality_table}
+def demo_output(folder: Path) -> str:
+    """What `bifocals demo` showed, without its drawing."""
+    path = folder / "demo.txt"
+    shown = path.read_text().split("\n\n", 1)[1] if path.exists() else ""
+    lines = [line.rstrip() for line in shown.splitlines()]
+    return "\n".join(["```", *lines, "```"])
+
+
+TABLES = {"attention": attention_table, "quality": quality_table, "demo": demo_output}
 
 
 def with_tables(readme: str, folder: Path) -> str:

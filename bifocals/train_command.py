@@ -130,6 +130,8 @@ def train(
         raise click.UsageError("a baseline is measured in one go: expected --resume without --baseline.")
     focus = focus_of(given, default_score="network" if baseline is None else "cosine")
     loaded = load_model(model)
+    if isinstance(options, MassOptions) and lens_folder is not None:
+        options = replace(options, is_new=given.get("is_new", False))
     if lens_folder is not None:
         focus = load(loaded.model, lens_folder, trainable=True).focus or focus
     how = {"focus": focus, "options": options, "length": length, "sequences": sequences, "held_out": held_out}
