@@ -9,6 +9,7 @@ SIGKILL at random moments and resumed. Nothing is timed: the answer is whether l
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -92,7 +93,13 @@ def main(kills: int, seed: int, path: Path | None) -> None:
     if path is not None:
         asked = {"kills": kills, "seed": seed}
         write_json(
-            path, {"command": " ".join(sys.argv), "options": asked, "surroundings": surroundings(), "rows": rows}
+            path,
+            {
+                "command": shlex.join(["python", "-m", "bifocals.benchmarks.resume", *sys.argv[1:]]),
+                "options": asked,
+                "surroundings": surroundings(),
+                "rows": rows,
+            },
         )
 
 

@@ -8,6 +8,7 @@ goes on: variants that the JSON file holds are not run again.
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,7 +82,15 @@ def main(model: str, sources: tuple[str, ...], sequences: int, held_out: int, pa
         own = {"part": part, "name": name, "mean": results["held_out"]["mean"], "seconds": results["seconds"]}
         stored["rows"].append({**own, "focus": results["focus"], "options": results["options"]})
         options = {"model": model, "data": sources, **how}
-        write_json(path, {"command": " ".join(sys.argv), "options": options, "surroundings": surroundings(), **stored})
+        write_json(
+            path,
+            {
+                "command": shlex.join(["python", "-m", "bifocals.training.ablation", *sys.argv[1:]]),
+                "options": options,
+                "surroundings": surroundings(),
+                **stored,
+            },
+        )
         for row in own["mean"]:
             console.print(f"{name}: {row['setting']}, recovered {row['recovered']:.1%}, far {row['far_kept']:.1%}")
 
