@@ -1,11 +1,5 @@
 """The mass objective: routers learn to keep the attention that the base itself spends far away.
 
-    A_ij    the base's attention;  far_i: the keys neither near nor sinks;  M_i = sum of A_ij over far_i
-    P_ig    = sum over far_i of A_ij gk_jg                what query i spends on group g;  gk: the keys' gates
-
-    networks     - sum_g P_ig log p_ig - (1 - M_i) log p_i,near             cross-entropy: p foretells P
-    centroids    M_i (log cover_i - log(sum_g P_ig gq_ig / M_i)),   cover_i = gq_i . mean_j gk_j
-
 The base runs once for each sequence and nothing is propagated back through it: each layer's router is fitted by
 itself, with many updates for each forward. Even groups are part of the loss: for centroids by Sinkhorn, which may look
 at the whole sequence here, as nothing is predicted from the gates.
@@ -22,6 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,14 +25,22 @@ import torch.distributed as distributed
 from safetensors import safe_open
 from safetensors.torch import save as write_tensors
 from torch import Tensor, nn
-from torch.nn.functional import one_hot, relu
+from torch.nn.functional import one_hot
 
 from bifocals.config import as_dict, expect, option
 from bifocals.files import write_file
 from bifocals.lens import Lens
 from bifocals.network import AnyRouter, NetworkRouter
-from bifocals.routing import Router, sinkhorn_potentials, top_groups
+from bifocals.routing import top_groups
 from bifocals.training.capture import LayerCapture, capture_layers
+from bifocals.training.mass_loss import (
+    Update,
+    balanced_scores,
+    by_group,
+    centroid_update,
+    network_update,
+    query_update,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +49,6 @@ NETWORK_RATE, CENTROID_RATE = 1.5e-2, 5e-3
 WARM_UP = 10  # steps
 SOFT = 0.55  # share of the joint steps in which groups form; in the rest they are made even
 POTENTIAL_RATE = 0.2
-SHARP, SHARP_STRICT = 4.0, 3.0
-UNEVEN, CROWDED, CROWD = 0.3, 5.0, 1.05  # weights of uneven shares and of those above CROWD times the fair share
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
     "Dominance was above {limit:g} times the fair share for {steps} steps in layer {layer}: its groups are collapsing. "
@@ -119,7 +120,7 @@ def fit_mass(
     options = MassOptions() if options is None else options
     _check(lens, blocks, options, domains)
     fit = _Fit(lens, blocks, options, domains, checkpoints, report or (lambda progress: None))
-    with _fresh_gradients(lens):
+    with _gradients(lens):
         return fit.run()
 
 
@@ -237,7 +238,7 @@ class _Fit:
             layer = captured[name]
             for sequence, domain in enumerate(self.domain_of):
                 scores = router.query_scores(layer.routed_rows[sequence])[..., :-1].clamp(min=LOWEST)
-                holds = top_groups(_balanced(router, layer.routed_keys[sequence])[None], 1)[0]
+                holds = top_groups(balanced_scores(router, layer.routed_keys[sequence])[None], 1)[0]
                 far = self.far(layer, sequence, holds.device)
                 counts = (far.float() @ holds.float()).repeat_interleave(scores.shape[0] // holds.shape[0], dim=0)
                 bins = ((scores / LOWEST) * (BINS - 1)).long().flatten()
@@ -355,7 +356,7 @@ class _LayerFit:
             if (step + 1) % self.options.save_every == 0 and step + 1 < phase.last:
                 self.fit.save(self.number, step + 1, _moments(optimizer, parameters))
 
-    def _update(self, phase: "_Phase", progress: float, sequence: int, target: Tensor) -> "_Update":
+    def _update(self, phase: "_Phase", progress: float, sequence: int, target: Tensor) -> Update:
         rows, keys = self.layer.routed_rows[sequence][..., phase.rows, :], self.layer.routed_keys[sequence]
         if not isinstance(self.router, NetworkRouter):
             return centroid_update(self.router, rows, keys, target)
@@ -439,12 +440,12 @@ class _LayerFit:
     @torch.no_grad()
     def _masses(self, router: NetworkRouter, attention: Tensor, sequence: int) -> Tensor:
         """What each row spends on each group and, last, near: (head, row, group + 1)."""
-        holds = top_groups(_balanced(router, self.layer.routed_keys[sequence])[None], 1)[0]
-        far = _by_group(attention, holds)
+        holds = top_groups(balanced_scores(router, self.layer.routed_keys[sequence])[None], 1)[0]
+        far = by_group(attention, holds)
         return torch.cat([far, 1 - far.sum(dim=-1, keepdim=True)], dim=-1)
 
     @torch.no_grad()
-    def _after(self, step: int, pace: float, loss: Tensor, updates: "list[_Update]") -> None:
+    def _after(self, step: int, pace: float, loss: Tensor, updates: list[Update]) -> None:
         """Move the potentials, watch the balance, report."""
         dominance = self.progress.dominance
         shares = [update.shares for update in updates if update.shares is not None]
@@ -489,67 +490,6 @@ class _Phase:
     rows: slice
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """The loss of one sequence, and what is reported of it."""
-
-    loss: Tensor
-    scores: Tensor  # of queries for groups, (head, row, group)
-    mass: Tensor  # what they spend on them
-    shares: Tensor | None  # hard group sizes over the fair size, (kv_head, group)
-    duals: Tensor | None  # the potentials that this sequence asks for, where they are averaged
-
-
-def network_update(
-    router: NetworkRouter, rows: Tensor, keys: Tensor, attention: Tensor, *, is_hard: bool, is_strict: bool
-) -> _Update:
-    """Cross-entropy between what queries foretell and what they spend, plus what makes groups uneven.
-
-    ``is_hard``: a key counts for its one group, with the gradient of its gates. ``is_strict``: no group may be crowded.
-    """
-    scores = _balanced(router, keys)  # (kv_head, key, group)
-    groups = scores.shape[-1]
-    gates = scores.softmax(dim=-1)
-    hard = one_hot(scores.argmax(dim=-1), groups).to(gates.dtype)
-    mass = _by_group(attention, hard + gates - gates.detach() if is_hard else gates)
-    foretold = router.query_scores(rows)
-    near = 1 - attention.sum(dim=-1, dtype=gates.dtype)
-    entropy = -((mass * foretold[..., :-1]).sum(dim=-1) + near * foretold[..., -1]).mean()
-    # Sharper gates than the keys' own: what is to be even is the hard groups.
-    shares = ((SHARP_STRICT if is_strict else SHARP) * scores).softmax(dim=-1).mean(dim=1) * groups
-    uneven = UNEVEN * (shares - 1).square().mean()
-    if is_strict:
-        uneven = uneven + CROWDED * relu(shares - CROWD).square().sum(dim=-1).mean()
-    return _Update(entropy + uneven, foretold[..., :-1].detach(), mass.detach(), hard.mean(dim=1) * groups, None)
-
-
-def query_update(router: NetworkRouter, rows: Tensor, mass: Tensor) -> _Update:
-    """Cross-entropy with the mass in the final groups, "near" last."""
-    foretold = router.query_scores(rows)
-    loss = -(mass * foretold).sum(dim=-1).mean()
-    return _Update(loss, foretold[..., :-1].detach(), mass[..., :-1], None, None)
-
-
-def centroid_update(router: Router, rows: Tensor, keys: Tensor, attention: Tensor) -> _Update:
-    """Far mass kept against far pairs covered, in logarithms; every group full by Sinkhorn."""
-    scores = router.scores(keys[None], -1)[0]  # (router, key, group)
-    groups = scores.shape[-1]
-    duals = sinkhorn_potentials(scores, router.config.rounds)
-    gates = (scores + duals[:, None]).softmax(dim=-1)
-    query_scores = router.scores(rows[None], 0)[0]
-    read = query_scores.softmax(dim=-1)
-    of_head = attention.to(gates.dtype).unflatten(0, (scores.shape[0], -1)).mean(dim=1)  # (router, row, key)
-    mass = of_head @ gates
-    far_mass = of_head.sum(dim=-1)
-    tiny = torch.finfo(gates.dtype).tiny
-    kept = (mass * read).sum(dim=-1) / far_mass.clamp(min=tiny)
-    cover = (read * gates.mean(dim=1, keepdim=True)).sum(dim=-1)
-    loss = (far_mass * (cover.clamp(min=tiny).log() - kept.clamp(min=tiny).log())).mean()
-    with torch.no_grad():
-        hard = one_hot((scores + router.potential[:, None]).argmax(dim=-1), groups).to(gates.dtype)
-    return _Update(loss, query_scores.detach(), (of_head @ hard).detach(), hard.mean(dim=1) * groups, duals.detach())
-
-
 @torch.no_grad()
 def initialise(router: AnyRouter, generator: torch.Generator) -> None:
     """Draw the router anew. The queries of networks start from nothing: their bias is set from the mean mass."""
@@ -565,19 +505,7 @@ def initialise(router: AnyRouter, generator: torch.Generator) -> None:
     router.potential.zero_()
 
 
-def _balanced(router: NetworkRouter, keys: Tensor) -> Tensor:
-    scores = router.key_scores(keys)
-    return scores + router.potential[:, None].to(scores.dtype)
-
-
-def _by_group(attention: Tensor, gates: Tensor) -> Tensor:
-    """Attention (head, row, key) summed by the groups of its keys (kv_head, key, group): (head, row, group)."""
-    gates = gates.to(torch.promote_types(gates.dtype, torch.float32))
-    heads, count, length = attention.shape
-    return (attention.to(gates.dtype).reshape(gates.shape[0], -1, length) @ gates).view(heads, count, -1)
-
-
-def _kept(updates: list[_Update], groups: int) -> list[float]:
+def _kept(updates: list[Update], groups: int) -> list[float]:
     """Mass kept, all far mass, groups read, all groups: if one in ``groups`` is read, those of the best scores."""
     sums = [0.0, 0.0, 0.0, 0.0]
     for update in updates:
@@ -624,18 +552,15 @@ def _key(lens: Lens, blocks: Tensor, options: MassOptions, domains: Tensor) -> s
     return digest.hexdigest()
 
 
-class _fresh_gradients:
+@contextmanager
+def _gradients(lens: Lens) -> Iterator[None]:
     """Routers take gradients for the length of the block; what they needed before is restored."""
-
-    def __init__(self, lens: Lens) -> None:
-        self.before = [(parameter, parameter.requires_grad) for parameter in lens.parameters()]
-
-    def __enter__(self) -> None:
-        for parameter, _ in self.before:
-            parameter.requires_grad_(True)
-
-    def __exit__(self, *error: object) -> None:
-        for parameter, needed in self.before:
+    before = [(parameter, parameter.requires_grad) for parameter in lens.parameters()]
+    lens.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter, needed in before:
             parameter.requires_grad_(needed)
             parameter.grad = None
 

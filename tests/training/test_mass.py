@@ -16,7 +16,8 @@ from bifocals.routing import Router
 from bifocals.testing import tiny_model, tiny_tokens
 from bifocals.training import mass
 from bifocals.training.capture import capture_layers
-from bifocals.training.mass import MassOptions, centroid_update, fit_mass, network_update, query_update
+from bifocals.training.mass import MassOptions, fit_mass
+from bifocals.training.mass_loss import centroid_update, network_update, query_update
 
 NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
 FOCUS = {"networks": NETWORKS, "centroids": FocusConfig(groups=4, top_k=1, window=5, sinks=2)}
