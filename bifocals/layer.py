@@ -161,11 +161,15 @@ class LayerLens(nn.Module):
         return self.settings.name, mode, self.settings.top_k if shared else 0
 
     def _memory(self, past: Cache, key: Tensor, pattern: BasePattern, new: int) -> Companion | GroupedLayer:
-        settings = self.settings
+        settings, owner = self.settings, self.owner
         # Keys in several groups are not filed: each would have to be in several places, or be read twice.
         is_filed = self.focus is not None and (self.focus.sides == "separate" or settings.top_k == 1)
         focus = self.focus if is_filed and settings.mode == "hard" else None
-        memory = memory_of(past, self.cached_layer, self.owner, lambda: settings.mode != "off", key, new, focus)
+
+        def is_on() -> bool:
+            return settings.mode != "off" and self.owner == owner
+
+        memory = memory_of(past, self.cached_layer, owner, is_on, key, new, focus)
         if pattern.seen not in (0, memory.get_seq_length()):  # type: ignore[union-attr]
             raise ValueError(
                 f"This cache holds {memory.get_seq_length()} tokens in layer {self.cached_layer} and {pattern.seen} in "  # type: ignore[union-attr]

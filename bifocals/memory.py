@@ -12,7 +12,7 @@ class Memory:
     """Mixed into a cache layer: whose it is, and what it knows beside keys and values."""
 
     owner: Owner
-    is_on: Callable[[], bool]  # a function, so that a copy of the cache still asks the lens itself
+    is_on: Callable[[], bool]  # the owner is as it was; a function, so that a copy of the cache asks the lens itself
 
     @property
     def known(self) -> int:
@@ -33,8 +33,9 @@ class Memory:
         length = self.get_seq_length()  # type: ignore[attr-defined]
         if length > 0 and not self.is_on():
             raise ValueError(
-                f"This cache was filled with a lens in mode {self.owner[1]!r}, and goes on without it: the model would "
-                "read keys that another model computed. Start from an empty cache after mode, detach or disabled()."
+                f"This cache was filled with a lens in mode {self.owner[1]!r}, and goes on without it or in another: "
+                "the model would read keys that another model computed. Start from an empty cache after a change of "
+                "mode or (with shared sides) top_k, after detach and in disabled()."
             )
         if not self.is_whole:
             raise ValueError(

@@ -219,7 +219,7 @@ def test_a_cache_goes_on_only_with_the_mode_and_lens_that_filled_it():
 
     past = filled()
     lens.mode = "soft"
-    with pytest.raises(ValueError, match=r"filled by lens .* in mode 'hard', and goes on with"):
+    with pytest.raises(ValueError, match=r"filled with a lens in mode 'hard', and goes on without it or in another"):
         logits(model, tokens[:, 10:], past_key_values=past, use_cache=True)
     past = filled()
     with lens.disabled(), pytest.raises(ValueError, match="goes on without it"):
@@ -233,6 +233,20 @@ def test_a_cache_goes_on_only_with_the_mode_and_lens_that_filled_it():
     attach(model, FOCUS)
     with pytest.raises(ValueError, match="another model"):
         logits(model, tokens[:, 10:], past_key_values=past, use_cache=True)
+
+
+@pytest.mark.parametrize("configs", [[FOCUS], [FocalConfig(form="prefix")], [FocalConfig(temperature=0.5)]])
+def test_a_refused_step_leaves_the_cache_as_it_was(configs):
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    lens = attach(model, *configs)
+    whole, past = logits(model, tokens), DynamicCache(config=model.config)
+    logits(model, tokens[:, :10], past_key_values=past, use_cache=True)
+    for mode in ("soft", "off") if lens.focus is not None else ("off",):
+        lens.mode = mode
+        with pytest.raises(ValueError, match="Start from an empty cache"):
+            logits(model, tokens[:, 10:], past_key_values=past, use_cache=True)
+    lens.mode = "hard"
+    torch.testing.assert_close(logits(model, tokens[:, 10:], past_key_values=past, use_cache=True), whole[:, 10:])
 
 
 def test_the_dial_may_turn_while_decoding_unless_keys_follow_it():
