@@ -205,7 +205,7 @@ def _check_pattern(options: dict[str, Any]) -> None:
 
 def _store(path: Path | None, result: dict[str, Any], write: Callable[[Path, dict[str, Any]], None]) -> None:
     if path is not None:
-        write(path, result)
+        write(path, {"command": _command(), **result})
         console.print(f"Written to {path}.")
 
 

@@ -183,7 +183,7 @@ class GroupedLayer(Memory, DynamicLayer):
         """Long, no part of a graph, and in every row the ring lies behind the sinks."""
         key, value = self.in_time_order()
         far = key.shape[2] - self.focus.window - 1 - self.focus.sinks - max(starts)
-        return far >= 0 and key.shape[2] >= LONG and not key.requires_grad and not value.requires_grad
+        return key.shape[2] >= LONG and far >= 0 and not key.requires_grad and not value.requires_grad
 
     def _attend_masked(
         self,
@@ -197,16 +197,19 @@ class GroupedLayer(Memory, DynamicLayer):
         batch, heads, near = key.shape[0], query.shape[1], key.shape[2] - 1 - self.focus.window
         mask = None
         if near > 0 or any(starts):
-            added = np.full((*reads.shape[:2], self.focus.groups + 1), -np.inf, dtype=np.float32)
-            added[..., 1:][reads.cpu().numpy()] = 0  # to the logits of the keys of each group
-            finest = max(reads.shape[1], self._known_numbers().shape[1])
-            of_row = np.arange(batch * finest).reshape(batch, finest, 1) * added.shape[2]
-            closed = _repeat(added, finest).ravel()[_repeat(self._known_numbers(), finest) + of_row]
-            closed[..., max(near, 0) :] = 0
+            wanted = np.zeros((*reads.shape[:2], 1, self.focus.groups + 1), dtype=bool)
+            wanted[:, :, 0, 1:] = reads.cpu().numpy()
+            numbers = self._known_numbers()[:, :, None]
+            finest = max(reads.shape[1], numbers.shape[1])
+            wanted, numbers = _repeat(wanted, finest), _repeat(numbers, finest)
+            is_read = np.empty((batch, finest, 1, key.shape[2]), dtype=bool)
             for row, start in enumerate(starts):
-                closed[row, :, start : start + self.focus.sinks] = 0
-                closed[row, :, :start] = -np.inf
-            mask = torch.from_numpy(_repeat(closed, heads)[:, :, None]).to(query)
+                for reader in range(finest):
+                    np.take(wanted[row, reader, 0], numbers[row, reader, 0], out=is_read[row, reader, 0])
+                is_read[row, ..., start : start + self.focus.sinks] = True
+                is_read[row, ..., max(near, 0) :] = True
+                is_read[row, ..., :start] = False
+            mask = torch.from_numpy(_repeat(is_read, heads)).to(query.device)
         is_grouped = heads != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
 

@@ -24,32 +24,31 @@ class Growing:
     """Along dimension 2, as keys and values of transformers: (batch, head, length, ...)."""
 
     def __init__(self, held: Tensor) -> None:
-        self.room, self.length = held, held.shape[2]
+        self.room = self.held = held  # the second a view: written over once tokens are cut off and others appended
 
     @property
-    def held(self) -> Tensor:
-        """A view: it is written over once tokens are cut off and others appended."""
-        return self.room[:, :, : self.length]
+    def length(self) -> int:
+        return self.held.shape[2]
 
     def append(self, new: Tensor) -> Tensor:
-        length = self.length + new.shape[2]
+        before, count = self.held.shape[2], new.shape[2]
         if new.requires_grad or not is_writable(self.room):
-            self.room = torch.cat([self.held, new], dim=2)
-        else:
-            if length > self.room.shape[2]:
-                larger = self.room.new_empty(*new.shape[:2], with_slack(length), *new.shape[3:])
-                larger[:, :, : self.length] = self.held
-                self.room = larger
-            self.room[:, :, self.length : length] = new
-        self.length = length
+            self.room = self.held = torch.cat([self.held, new], dim=2)
+            return self.held
+        if before + count > self.room.shape[2]:
+            larger = self.room.new_empty(*new.shape[:2], with_slack(before + count), *new.shape[3:])
+            larger.narrow(2, 0, before).copy_(self.held)
+            self.room = larger
+        self.room.narrow(2, before, count).copy_(new)
+        self.held = self.room.narrow(2, 0, before + count)
         return self.held
 
     def cut(self, length: int) -> None:
-        self.length = length
+        self.held = self.room.narrow(2, 0, length)
 
     def select(self, rows: list[int]) -> None:
         """Other rows of the batch in place of these, any of them once, often or not at all."""
-        self.room = self.held.index_select(0, torch.tensor(rows, device=self.room.device))
+        self.room = self.held = self.held.index_select(0, torch.tensor(rows, device=self.room.device))
 
 
 class GrowingArray:

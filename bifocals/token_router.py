@@ -36,7 +36,7 @@ class TokenRouter:
 
     def membership(self, hidden: Float[Tensor, "batch 1 hidden"], top_k: int) -> tuple[Membership, Membership]:
         """The groups that the token reads, and those that its key is in."""
-        found = (hidden[:, 0].to(self.weight.dtype) @ self.weight).numpy()
+        found = (hidden.to(self.weight.dtype) @ self.weight).numpy()[:, 0]
         width = self.routers * len(self.one)
         of_keys = found[:, (self.sides - 1) * width : self.sides * width].reshape(-1, self.routers, len(self.one))
         if self.router.config.score == "cosine":
@@ -48,7 +48,7 @@ class TokenRouter:
         else:
             reads = self._best(found[:, :width].reshape(-1, self.routers, len(self.one)), top_k)
             holds = self._best(of_keys, 1)
-        return torch.from_numpy(reads)[:, :, None], torch.from_numpy(holds)[:, :, None]
+        return torch.from_numpy(reads[:, :, None]), torch.from_numpy(holds[:, :, None])
 
     def _best(self, scores: np.ndarray, count: int) -> np.ndarray:
         if count == 1:

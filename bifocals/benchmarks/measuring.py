@@ -19,10 +19,12 @@ import torch
 from bifocals.files import write_file
 
 
-def interleave(rivals: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each rival, taken in turns after one round that does not count."""
+def interleave(
+    rivals: dict[str, Callable[[], object]], repeats: int, *, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each rival, taken in turns, by default after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    for turn in range(repeats + 1):
+    for turn in range(0 if warm_up else 1, repeats + 1):
         for name, run in rivals.items():
             start = time.perf_counter()
             run()

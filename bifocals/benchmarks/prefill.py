@@ -2,7 +2,7 @@
 
 Both read the same tokens and fill an empty cache, in turns, in one process; the base on the attention implementation
 it has by itself. ``speedup`` is base seconds over Focus seconds. The routers are untrained and balanced: how good the
-answers are, this does not say. The parts are taken in one run more: ``routing`` finds the groups, ``near`` and
+answers are, this does not say. The parts: ``routing`` finds the groups, ``near`` and
 ``far`` are the attention calls with what prepares and merges them, ``attention`` is what else attention does (plans
 and checks; all of it, where the pattern is short and a mask is faster), ``append`` fills the cache, and ``rest`` is
 the model.
@@ -21,6 +21,8 @@ from bifocals.benchmarks.measuring import interleave, median, stopwatch, surroun
 from bifocals.benchmarks.subject import Subject, load_subject
 from bifocals.grouped import GroupedLayer
 from bifocals.layer import LayerLens
+
+WARM_UP = 512  # tokens, read by both before the first length counts
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "routing": [(LayerLens, "_route")],
@@ -56,11 +58,10 @@ def measure_length(subject: Subject, length: int, repeats: int) -> dict[str, Any
         with subject.lens.disabled():
             focus()
 
-    seconds = interleave({"base": base, "focus": focus}, repeats)
+    # Under the watch all the time: beside a prompt it costs nothing, and a long one is not read once more for it.
     with stopwatch(PARTS) as parts:
-        focus_again = interleave({"focus": focus}, 1)["focus"]
-    # Of the two runs under the watch, one does not count in the total.
-    parts = {name: took / 2 for name, took in parts.items()}
+        seconds = interleave({"base": base, "focus": focus}, repeats, warm_up=False)
+    parts = {name: took / repeats for name, took in parts.items()}
     return {
         "length": length,
         "base_seconds": median(seconds["base"]),
@@ -68,7 +69,7 @@ def measure_length(subject: Subject, length: int, repeats: int) -> dict[str, Any
         "base_spread": [min(seconds["base"]), max(seconds["base"])],
         "focus_spread": [min(seconds["focus"]), max(seconds["focus"])],
         "speedup": median(seconds["base"]) / median(seconds["focus"]),
-        "parts": parts | {"rest": focus_again[0] - sum(parts.values())},
+        "parts": parts | {"rest": sum(seconds["focus"]) / repeats - sum(parts.values())},
     }
 
 
@@ -78,6 +79,7 @@ def run(setting: Setting, on_row: Callable[[dict[str, Any]], None]) -> dict[str,
     torch.manual_seed(setting.seed)
     how = {"groups": setting.groups, "top_k": setting.top_k, "window": setting.window, "sinks": setting.sinks}
     subject = load_subject(setting.model, **how)
+    measure_length(subject, WARM_UP, 1)
     rows = []
     for length in setting.lengths:
         rows.append(measure_length(subject, length, setting.repeats))
