@@ -28,6 +28,28 @@ def attention_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def waiting_table(folder: Path) -> str:
+    """How long prompts and decoding steps take, one line for each stored length."""
+    lines = [
+        "| what | tokens | groups a query reads | base, ms | Focus, ms | speed-up |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, what, counted, rival in (
+        ("prefill-k1", "a prompt, whole model", "length", "base"),
+        ("decode-model-k1", "a decoding step, whole model", "context", "dense"),
+        ("decode-k1", "attention of a decoding step", "context", "dense"),
+        ("decode-k2", "attention of a decoding step", "context", "dense"),
+    ):
+        stored = json.loads((folder / f"{name}.json").read_text())
+        reads = f"{stored['setting']['top_k']} of {stored['setting']['groups']}"
+        for row in stored["rows"]:
+            base, focus = 1000 * row[f"{rival}_seconds"], 1000 * row["focus_seconds"]
+            lines.append(
+                f"| {what} | {row[counted]:,} | {reads} | {base:,.1f} | {focus:,.1f} | {row['speedup']:.2f}x |"
+            )
+    return "\n".join(lines)
+
+
 def quality_table(folder: Path) -> str:
     """What the shipped lens keeps of the base's quality, one line for each text, length and top_k."""
     lines = [
@@ -66,7 +88,12 @@ def demo_output(folder: Path) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
-TABLES = {"attention": attention_table, "quality": quality_table, "demo": demo_output}
+TABLES = {
+    "attention": attention_table,
+    "waiting": waiting_table,
+    "quality": quality_table,
+    "demo": demo_output,
+}
 
 
 def with_tables(readme: str, folder: Path) -> str:
