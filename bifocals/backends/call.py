@@ -18,7 +18,7 @@ from torch import Tensor
 
 Rows = Float[Tensor, "batch head query dim"]
 Keys = Float[Tensor, "batch kv_head key dim"]
-Mask = Float[Tensor, "#batch 1 query key"]
+Mask = Float[Tensor, "#batch #head query key"]
 LogSumExp = Float[Tensor, "batch head query"]
 
 LEAF = 192  # rows of the smallest causal call, at most

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bifocals import FocalConfig, FocusConfig, attach, segments
-from bifocals.benchmarks.measuring import peak_extra_bytes
 from bifocals.testing import tiny_model, tiny_tokens
+from tests.sizes import Sizes
 
 LENGTH = 16384
 FOCUS = FocusConfig(groups=8, top_k=1, window=64, sinks=4)
@@ -28,7 +28,9 @@ def test_no_prompt_makes_a_mask_of_length_squared(configs, how):
             past = model(piece, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
         return past
 
-    assert peak_extra_bytes(run) < LENGTH * LENGTH / 2  # half of a mask of one byte for each pair
+    with Sizes() as sizes:
+        run()
+    assert sizes.largest < LENGTH * LENGTH / 4  # a quarter of a mask of one byte for each pair
 
 
 @pytest.mark.parametrize("configs", [[FocalConfig(temperature=0.5)], [FocalConfig(form="prefix"), FOCUS]], ids=str)
