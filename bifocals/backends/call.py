@@ -78,22 +78,25 @@ def _causal(query: Rows, key: Keys, value: Keys, scale: float, softcap: float | 
     batch, _, length, _ = query.shape
 
     def halves(tensor: Tensor, size: int) -> Tensor:
-        """(batch, head, length, any) -> (half, pair of halves, head, size, any), pairs side by side in the batch."""
-        return tensor.unflatten(2, (-1, 2, size)).permute(3, 0, 2, 1, 4, 5).flatten(1, 2)
+        """(batch, head, length, any) -> (half, batch, head, pair of halves, size, any), a view."""
+        return tensor.unflatten(2, (-1, 2, size)).movedim(3, 0)
+
+    def together(tensor: Tensor) -> Tensor:
+        """Blocks side by side in the batch; a copy where strides ask for one."""
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(0, (batch, -1)).transpose(1, 2)
 
     halvings = _halvings(length)
     size = length >> halvings
-    rows, keys, values = (
-        tensor.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)
-    )
-    out, lse = attend(rows, keys, values, None, scale, softcap, is_causal=True)
-    out = out.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
-    lse = lse[..., None].unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+    rows, keys, values = (together(tensor.unflatten(2, (-1, size))) for tensor in (query, key, value))
+    part, part_lse = attend(rows, keys, values, None, scale, softcap, is_causal=True)
+    out, lse = apart(part).flatten(2, 3), apart(part_lse[..., None]).flatten(2, 3)
     for _ in range(halvings):
-        part, part_lse = attend(
-            halves(query, size)[1], halves(key, size)[0], halves(value, size)[0], None, scale, softcap
-        )
-        merge(halves(out, size)[1], halves(lse, size)[1, ..., 0], part, part_lse)
+        rows, keys, values = halves(query, size)[1], halves(key, size)[0], halves(value, size)[0]
+        part, part_lse = attend(together(rows), together(keys), together(values), None, scale, softcap)
+        merge(halves(out, size)[1], halves(lse, size)[1, ..., 0], apart(part), apart(part_lse))
         size *= 2
     return out, lse[..., 0]
 

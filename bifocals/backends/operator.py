@@ -24,7 +24,7 @@ def focus_forward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the pairs of the pattern."""
-    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal)
+    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal, softcap)
     return sparse.forward(query, key, value, pattern, scale, softcap)
 
 
@@ -57,7 +57,7 @@ def focus_backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal)
+    pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal, softcap)
     return sparse.backward(grad, query, key, value, out, lse, pattern, scale, softcap)
 
 
@@ -87,6 +87,7 @@ def as_pattern(
     sinks: int,
     reach: int,
     is_causal: bool,
+    softcap: float | None = None,
 ) -> Pattern:
     """One router for both sides: the finer of the two."""
     routers = max(membership.shape[1], key_membership.shape[1])
@@ -99,8 +100,10 @@ def as_pattern(
         keys = segments.shape[1]
         starts = segment_starts(keys, segments, segments.device)
         ends = keys - segment_starts(keys, segments.flip(1), segments.device).flip(1)
+    # With a softcap a call is written out in tensors: only tiles keep that small.
     is_diagonal = (
-        is_causal
+        softcap is None
+        and is_causal
         and segments is None
         and reach > key_membership.shape[2]
         and torch.equal(membership, key_membership)

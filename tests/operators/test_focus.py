@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bifocals
 from bifocals import reference
-from bifocals.backends import pattern, sparse, tiles, workers
+from bifocals.backends import call, pattern, sparse, tiles, workers
 from tests.operators.cases import (
     Case,
     cases,
@@ -229,6 +230,26 @@ def test_small_tiles_reach_every_kind_of_tile(monkeypatch):
         run(make(dataclasses.replace(BASE, reads="one", holds=None, segments="none"), torch.float32), "sdpa")
     kinds = {"shared by a block", "without a mask", "several together", "alone", "padded", "whole"}
     assert seen == kinds | {"later staircase", "first staircase", "own group"}
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("length", [900, 1000])
+def test_long_own_groups_shared_by_several_heads_equal_the_oracle(softcap, batch, length):
+    query, key, value = torch.randn(3, batch, 4, length, 8, dtype=torch.float64)
+    membership = torch.nn.functional.one_hot(torch.randint(2, (batch, 1, length)), 2).bool()
+    options = {"membership": membership, "window": 16, "softcap": softcap}
+    output = bifocals.focus_attention(query, key, value, **options, backend="sdpa")
+    assert (output - reference.focus_attention(query, key, value, **options)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_causal_call_in_blocks_is_the_same_call(softcap, monkeypatch):
+    query = torch.randn(2, 4, 64, 8, dtype=torch.float64)
+    whole = call.attend(query, query, query, None, 0.3, softcap, is_causal=True)
+    monkeypatch.setattr(call, "LEAF", 8)
+    for blocks, one in zip(call.attend(query, query, query, None, 0.3, softcap, is_causal=True), whole):
+        assert (blocks - one).abs().max() < 1e-12
 
 
 @pytest.mark.usefixtures("as_in_production")
