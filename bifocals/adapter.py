@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 import bifocals
 from bifocals.config import Config, FocalConfig, FocusConfig, as_dict, from_dict
 from bifocals.families import attention_sites
+from bifocals.files import flush_folder
 from bifocals.layer import LayerLens, Settings
 from bifocals.lens import Lens, attach, choose_sites, lens_of
 
@@ -79,7 +80,7 @@ def save_adapter(lens: Lens, folder: str | PathLike[str]) -> None:
     _write(folder / (TENSORS + ASIDE), data)
     os.replace(folder / (TENSORS + ASIDE), folder / TENSORS)
     os.replace(folder / (CONFIG + ASIDE), folder / CONFIG)
-    _flush(folder)
+    flush_folder(folder)
 
 
 def load(
@@ -342,13 +343,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _flush(folder: Path) -> None:
-    """Have the renames on disk, where the system offers it."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
