@@ -1,9 +1,34 @@
-"""Every option of a fit by gradients through a model: one definition, one default, one sentence each."""
+"""Every option of a fit: one definition, one default, one sentence each."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from bifocals.config import check_types, expect, option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MassOptions:
+    """How routers are fitted by the mass objective."""
+
+    steps: int = option(550, "Updates of each layer's router, queries and keys together.")
+    query_steps: int = option(200, "Updates of the queries alone afterwards, on the final groups (networks only).")
+    batch: int = option(2, "Sequences in one update, over all processes.")
+    rows: int = option(256, "Queries of a sequence that groups are formed from; as many more make them even.")
+    rate: float = option(0.0, "Learning rate; 0 means 0.015 for networks and 0.005 for centroids.")
+    query_rate: float = option(5e-3, "Learning rate of the updates of the queries alone.")
+    budget: float = option(0.95, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
+    is_new: bool = option(True, "Draw the routers anew; or go on from those of the lens, without the soft phase.")
+    seed: int = option(0, "Of everything that is drawn.")
+    save_every: int = option(100, "Steps between checkpoints.")
+    report_every: int = option(10, "Steps between reports.")
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("query_steps", 0), ("batch", 1), ("rows", 1), ("save_every", 1)):
+            expect(getattr(self, name) >= least, f"{name} >= {least}", getattr(self, name), "it counts")
+        expect(self.report_every >= 1, "report_every >= 1", self.report_every, "it counts steps")
+        expect(self.rate >= 0, "rate >= 0", self.rate, "0 means the default")
+        expect(self.query_rate > 0, "query_rate > 0", self.query_rate, "0.005 is the default")
+        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.95 leaves room for unseen text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

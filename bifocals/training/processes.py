@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as distributed
+from torch import Tensor, nn
 
 
 def is_first_process() -> bool:
@@ -24,3 +25,33 @@ def join_processes() -> None:
 def wait_for_all() -> None:
     if distributed.is_initialized():
         distributed.barrier()
+
+
+def processes_met() -> int:
+    """How many have met; 1 where nobody has joined."""
+    return distributed.get_world_size() if _have_met() else 1
+
+
+def process_number() -> int:
+    """Of this one among those that have met."""
+    return distributed.get_rank() if _have_met() else 0
+
+
+def sum_over_processes(tensor: Tensor) -> None:
+    """In place."""
+    if processes_met() > 1:
+        distributed.all_reduce(tensor)
+
+
+def sum_gradients(parameters: list[nn.Parameter]) -> None:
+    """Over all processes, in one message: waiting costs most."""
+    if processes_met() > 1:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(together)
+        for gradient, summed in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _have_met() -> bool:
+    return distributed.is_available() and distributed.is_initialized()

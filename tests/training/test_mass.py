@@ -14,7 +14,7 @@ from bifocals.benchmarks.capture import run as measure_capture
 from bifocals.network import NetworkRouter
 from bifocals.routing import Router
 from bifocals.testing import tiny_model, tiny_tokens
-from bifocals.training import mass
+from bifocals.training import layer_fit
 from bifocals.training.capture import capture_layers
 from bifocals.training.mass import MassOptions, fit_mass
 from bifocals.training.mass_loss import centroid_update, network_update, query_update
@@ -245,8 +245,8 @@ def test_two_processes_give_the_losses_of_one(router, tmp_path):
 
 
 def test_collapse_is_reported_with_a_remedy(monkeypatch):
-    monkeypatch.setattr(mass, "COLLAPSED", 0.5)
-    monkeypatch.setattr(mass, "PATIENCE", 5)
+    monkeypatch.setattr(layer_fit, "COLLAPSED", 0.5)
+    monkeypatch.setattr(layer_fit, "PATIENCE", 5)
     warnings = []
     fit_mass(
         lens_with("networks"), tiny_tokens(7, 100), OPTIONS, report=lambda progress: warnings.append(progress.warning)
