@@ -58,7 +58,7 @@ class MassProgress:
 
 
 Report = Callable[[MassProgress], None]
-Save = Callable[[int, dict[str, Tensor]], None]  # a step, and the moments of the optimizer after it
+Save = Callable[[int, dict[str, Tensor]], None]  # a step, and all but the router that the next one depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,12 @@ class LayerFit:
         yield Phase("hard", soft, steps, rate, slice(half, 2 * half))
         yield Phase("queries", steps, steps + self.options.query_steps, self.options.query_rate, slice(0, 2 * half))
 
-    def run(self, step: int, moments: dict[str, Tensor]) -> MassProgress:
-        """From ``step`` on, with the moments that the optimizer had there."""
+    def run(self, step: int, state: dict[str, Tensor]) -> MassProgress:
+        """From ``step`` on, with the state that was saved there."""
         router = self.router
+        self.shares = state.get("shares")
+        self.crowded = int(state.get("crowded", 0))
+        moments = {name: each for name, each in state.items() if name.startswith("optimizer.")}
         if step == 0 and not self.options.is_new:
             step = self.phases[1].first if isinstance(router, NetworkRouter) else 0
         elif step == 0:
@@ -145,7 +148,7 @@ class LayerFit:
             optimizer.step()
             self._after(step + 1, pace, loss.detach(), updates)
             if (step + 1) % self.options.save_every == 0 and step + 1 < phase.last:
-                self.save(step + 1, _moments(optimizer, parameters))
+                self.save(step + 1, _moments(optimizer, parameters) | self._balance_seen())
 
     def _update(self, phase: Phase, progress: float, sequence: int, target: Tensor) -> Update:
         rows, keys = self.layer.routed_rows[sequence][..., phase.rows, :], self.layer.routed_keys[sequence]
@@ -200,17 +203,19 @@ class LayerFit:
         far = by_group(attention, holds)
         return torch.cat([far, 1 - far.sum(dim=-1, keepdim=True)], dim=-1)
 
+    def _balance_seen(self) -> dict[str, Tensor]:
+        found = {"crowded": torch.tensor(self.crowded)}
+        return found if self.shares is None else {**found, "shares": self.shares}
+
     @torch.no_grad()
     def _after(self, step: int, pace: float, loss: Tensor, updates: list[Update]) -> None:
         """Move the potentials, watch the balance, report."""
-        dominance = self.progress.dominance
         shares = [update.shares for update in updates if update.shares is not None]
         if shares:
             mean = torch.stack(shares).sum(dim=0) / self.options.batch
             sum_over_processes(mean)
             # Over some steps: each text crowds other groups, a collapse crowds always the same.
             self.shares = mean if self.shares is None else self.shares.lerp(mean, 0.1)
-            dominance = float(self.shares.amax()) / self.groups
             duals = [update.duals for update in updates if update.duals is not None]
             if duals:
                 dual = torch.stack(duals).sum(dim=0) / self.options.batch
@@ -218,6 +223,7 @@ class LayerFit:
                 self.router.potential.lerp_(dual, 1 - self.text.focus.momentum)
             else:
                 self.router.potential.sub_(POTENTIAL_RATE * pace * (mean - 1).clamp(-1, 1.5))
+        dominance = 0.0 if self.shares is None else float(self.shares.amax()) / self.groups
         self.crowded = self.crowded + 1 if dominance * self.groups > COLLAPSED else 0
         warning = None
         if self.crowded == PATIENCE:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as write_tensors
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from bifocals.files import write_file
 from bifocals.lens import Lens
 from bifocals.network import NetworkRouter
 from bifocals.training.capture import LayerCapture, capture_layers
+from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.layer_fit import LayerFit, MassProgress, Report
 from bifocals.training.options import MassOptions
 from bifocals.training.processes import process_number, processes_met, wait_for_all
@@ -104,25 +105,25 @@ class _Fit:
         self.key = _key(lens, blocks, options, domains)
         self.text = Sequences(blocks, domains, lens.focus, options)
         self.layers = list(lens.routers)
+        self.done: dict[str, MassProgress] = {}
 
     def run(self) -> dict[str, MassProgress]:
-        start, step, moments = self._resume()
+        start, step, state = self._resume()
         captured = self._capture() if start < len(self.layers) else {}
-        done: dict[str, MassProgress] = {}
         for number in range(start, len(self.layers)):
             name = self.layers[number]
             beginning = MassProgress("fit", name, 0, 0, number, len(self.layers))
             save = partial(self.save, number)
             work = LayerFit(self.text, beginning, self.lens.routers[name], captured[name], self.report, save)
-            done[name] = work.run(step, moments)
-            step, moments = 0, {}
+            self.done[name] = work.run(step, state)
+            step, state = 0, {}
             if number + 1 < len(self.layers):
                 self.save(number + 1, 0, {})
         networks = self._networks()
         if networks and captured:
             calibrate_thresholds(networks, captured, self.text)
             self.save(len(self.layers), 0, {})
-        return done
+        return self.done
 
     def calibrate(self) -> None:
         calibrate_thresholds(self._networks(), self._capture(), self.text)
@@ -138,33 +139,39 @@ class _Fit:
 
         return capture_layers(self.lens, self.text.blocks, self.text.rows, seen)
 
-    def save(self, layer: int, step: int, moments: dict[str, Tensor]) -> None:
+    def save(self, layer: int, step: int, state: dict[str, Tensor]) -> None:
         """All or nothing, and never the base."""
         if self.path is None or process_number() > 0:
             return
-        tensors = {f"lens.{name}": tensor for name, tensor in self.lens.state_dict().items()} | moments
-        state = json.dumps({"key": self.key, "layer": layer, "step": step})
-        data = write_tensors({name: each.cpu().contiguous() for name, each in tensors.items()}, {"state": state})
+        tensors = {f"lens.{name}": tensor for name, tensor in self.lens.state_dict().items()} | state
+        done = {name: asdict(seen) for name, seen in self.done.items()}
+        about = json.dumps({"key": self.key, "layer": layer, "step": step, "done": done})
+        data = write_tensors({name: each.cpu().contiguous() for name, each in tensors.items()}, {"state": about})
         write_file(self.path, data)
 
     def _resume(self) -> tuple[int, int, dict[str, Tensor]]:
-        """The layer and step to go on from, and the moments of its optimizer."""
+        """The layer and step to go on from, and the state that was saved there."""
         wait_for_all()  # a process may be late, and the first one may have saved by then
         if self.path is None or not self.path.exists():
             return 0, 0, {}
-        with safe_open(self.path, "pt") as file:
-            state = json.loads((file.metadata() or {}).get("state", "{}"))
-            if state.get("key") != self.key:
-                raise ValueError(
-                    f"{self.path} is of another run: expected the same lens, blocks and options. Remove it to start "
-                    "anew, or give another folder."
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(self.path, "pt") as file:
+                about = json.loads((file.metadata() or {})["state"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            key, layer, step = about["key"], int(about["layer"]), int(about["step"])
+            done = {str(name): MassProgress(**seen) for name, seen in about["done"].items()}
+        except (OSError, AttributeError, KeyError, TypeError, ValueError, SafetensorError) as reason:
+            raise CheckpointError(f"{self.path}: cannot be read ({reason!r}). Remove it to start anew.") from reason
+        if key != self.key:
+            raise CheckpointError(
+                f"{self.path} is of another run: expected the same lens, blocks and options. Remove it to start "
+                "anew, or give another folder."
+            )
         self.lens.load_state_dict(
             {name.removeprefix("lens."): each for name, each in tensors.items() if name.startswith("lens.")}
         )
-        moments = {name: each for name, each in tensors.items() if not name.startswith("lens.")}
-        return int(state["layer"]), int(state["step"]), moments
+        self.done = done
+        return layer, step, {name: each for name, each in tensors.items() if not name.startswith("lens.")}
 
 
 def _key(lens: Lens, blocks: Tensor, options: MassOptions, domains: Tensor) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bifocals import FocusConfig, attach, check, lens_of
 from bifocals.benchmarks.capture import run as measure_capture
@@ -16,6 +17,7 @@ from bifocals.routing import Router
 from bifocals.testing import tiny_model, tiny_tokens
 from bifocals.training import layer_fit
 from bifocals.training.capture import capture_layers
+from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions, fit_mass
 from bifocals.training.mass_loss import centroid_update, network_update, query_update
 
@@ -29,8 +31,8 @@ def lens_with(router, family="llama", dtype=torch.float32):
     return attach(tiny_model(family, dtype=dtype), FOCUS[router])
 
 
-def fit(lens, checkpoints=None, options=OPTIONS, stop_after=None):
-    """The losses reported; stopped in the middle if asked."""
+def fit(lens, checkpoints=None, options=OPTIONS, stop_after=None, final=None):
+    """The losses reported; stopped in the middle if asked. What is returned in the end goes into ``final``."""
     losses = []
 
     def report(progress):
@@ -39,7 +41,9 @@ def fit(lens, checkpoints=None, options=OPTIONS, stop_after=None):
             raise KeyboardInterrupt
 
     domains = torch.arange(7) % 3
-    fit_mass(lens, tiny_tokens(7, 100), options, domains=domains, checkpoints=checkpoints, report=report)
+    last = fit_mass(lens, tiny_tokens(7, 100), options, domains=domains, checkpoints=checkpoints, report=report)
+    if final is not None:
+        final.update(last)
     return losses
 
 
@@ -177,17 +181,18 @@ def test_the_same_seed_gives_the_same_routers_and_another_gives_others(router):
 
 @every_router
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(router, tmp_path):
-    whole = lens_with(router)
-    losses = fit(whole)
+    whole, final = lens_with(router), {}
+    losses = fit(whole, final=final)
     for stop_after in (9, len(losses) // 2, len(losses) - 2):
         folder = tmp_path / str(stop_after)
         with pytest.raises(KeyboardInterrupt):
             fit(lens_with(router), folder, stop_after=stop_after)
-        resumed = lens_with(router)
-        later = fit(resumed, folder)
+        resumed, resumed_final = lens_with(router), {}
+        later = fit(resumed, folder, final=resumed_final)
         fitted = [loss for loss in later if loss != 0]
         assert fitted == losses[len(losses) - len(fitted) :]
         assert same(resumed, whole)
+        assert resumed_final == final  # also of layers that were finished before it stopped
 
 
 @every_router
@@ -207,10 +212,11 @@ def test_a_second_fit_goes_on_from_the_first(router, tmp_path):
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
-    first, second = lens_with("networks"), lens_with("networks")
-    fit(first, tmp_path)
-    assert fit(second, tmp_path) == []
+    first, second, final, again = lens_with("networks"), lens_with("networks"), {}, {}
+    fit(first, tmp_path, final=final)
+    assert fit(second, tmp_path, final=again) == []
     assert same(first, second)
+    assert again == final
 
 
 def test_a_run_killed_outright_goes_on_bit_for_bit(tmp_path):
@@ -231,6 +237,15 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         fit(lens_with("networks"), tmp_path, stop_after=20)
     with pytest.raises(ValueError, match=r"is of another run.*Remove it"):
         fit(lens_with("networks"), tmp_path, options=MassOptions(steps=41, rows=24))
+
+
+@pytest.mark.parametrize(
+    "about", ["", "[]", '{"key": 1}', '{"key": 1, "layer": 0, "step": 0, "done": {"0": {"x": 1}}}']
+)
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(about, tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "mass.safetensors", {"state": about})
+    with pytest.raises(CheckpointError, match=r"cannot be read.*Remove it"):
+        fit(lens_with("networks"), tmp_path)
 
 
 @every_router

@@ -235,6 +235,17 @@ def test_the_mass_objective_is_fitted_by_the_same_call(tmp_path):
     load(tiny_model("llama", dtype=torch.float32), tmp_path / "out")
 
 
+def test_a_resumed_fit_by_mass_tells_the_losses_of_layers_finished_before(tmp_path):
+    options = MassOptions(steps=4, query_steps=2, rows=8, save_every=2, report_every=1)
+    how = {"focus": FocusConfig.network(groups=4, window=8, sinks=1, dim=8)}
+    fit(tmp_path / "whole", options, **how)
+    with pytest.raises(Stopped):
+        fit(tmp_path / "stopped", options, report=stop_at(9), **how)  # the third step of the second layer
+    fit(tmp_path / "stopped", options, resume=True, **how)
+    assert losses_of(tmp_path / "stopped") == losses_of(tmp_path / "whole")
+    assert list(losses_of(tmp_path / "whole")) == ["layer 0", "layer 1"]
+
+
 @pytest.mark.parametrize("baseline", ["window", "random", "kmeans"])
 def test_baselines_are_measured_like_a_fit(baseline, tmp_path):
     model = tiny_model("llama", dtype=torch.float32)
