@@ -25,7 +25,9 @@ class LayerCapture:
     routed_keys: list[Tensor] = field(default_factory=list)  # (kv_head, key, dim), or hidden states (key, hidden)
     query: list[Tensor] = field(default_factory=list)  # (head, row, dim), scaled
     key: list[Tensor] = field(default_factory=list)  # (kv_head, key, dim)
-    softcap: float | None = None
+    softcap: list[float | Tensor | None] = field(
+        default_factory=list
+    )  # over the temperature, if any: (1 | head, row, 1)
     reach: int | None = None
     is_causal: bool = True
 
@@ -44,8 +46,10 @@ class LayerCapture:
         query, key = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (query, key))
         heads, count, dim = query.shape
         logits = (query.reshape(key.shape[0], -1, dim) @ key.mT).view(heads, count, -1)
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+        softcap = self.softcap[sequence]
+        if softcap is not None:
+            softcap = softcap[:, chosen] if isinstance(softcap, Tensor) else softcap
+            logits = softcap * torch.tanh(logits / softcap)
         apart = rows[:, None] - torch.arange(key.shape[1], device=rows.device)
         hidden = apart < 0 if self.is_causal else torch.zeros_like(far)
         if self.reach is not None:
@@ -72,15 +76,11 @@ class Capture:
         """Called by each layer, with what it would route and attend; ``how`` is how it scales logits."""
         kept = self.layers.setdefault(layer, LayerCapture())
         temperature, softcap = how["temperature"], how["softcap"]
-        if softcap is not None and isinstance(temperature, Tensor):
-            raise ValueError(
-                "The mass objective cannot rebuild attention that has both a softcap and a learned temperature: "
-                "expected a constant temperature. Fit Focus without Focal, or with form='constant'."
-            )
         scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
-        kept.softcap = None if softcap is None else softcap / temperature
         kept.reach, kept.is_causal = pattern.reach, pattern.is_causal
         rows = self.rows.to(query.device)
+        softcap = None if softcap is None else softcap / temperature
+        kept.softcap.append(softcap[0, :, rows] if isinstance(softcap, Tensor) else softcap)
         kept.query.append(_compact((query * (scale / temperature))[0, :, rows]))
         kept.key.append(_compact(key[0]))
         kept.routed_rows.append(_compact(routed[0][0].index_select(-2, rows)))

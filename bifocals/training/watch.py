@@ -8,6 +8,7 @@ from torch import Tensor
 from bifocals.evaluation.perplexity import block_loss
 from bifocals.lens import Lens
 from bifocals.tape import Tape
+from bifocals.training.mass_kept import far_mass_kept
 
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
@@ -28,7 +29,7 @@ class Progress:
     seconds_left: float | None = None
     soft_loss: float | None = None  # nats per token of held-out text, by gates
     hard_loss: float | None = None  # and by the pattern that will run
-    mass_kept: float | None = None
+    mass_kept: float | None = None  # share of the base's far attention
     far_kept: float | None = None
     dominance: float | None = None  # the largest group's share of the keys
     warning: str | None = None
@@ -43,6 +44,7 @@ class Look:
 
     soft_loss: float
     hard_loss: float
+    mass_kept: float
     far_kept: float
     dominance: float
 
@@ -56,10 +58,10 @@ def look(lens: Lens, block: Tensor) -> Look:
         lens.mode = "hard"
         with lens.taped(Tape()) as tape:
             hard_loss = block_loss(lens.model, block)
-        kept = lens.measure_tape(tape)
     finally:
         lens.mode = before
-    return Look(soft_loss, hard_loss, kept.far_kept, kept.dominance)
+    kept = lens.measure_tape(tape)
+    return Look(soft_loss, hard_loss, far_mass_kept(lens, block, tape), kept.far_kept, kept.dominance)
 
 
 class CollapseWatch:

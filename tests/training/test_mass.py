@@ -10,15 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bifocals import FocusConfig, attach, check, lens_of
+from bifocals import FocalConfig, FocusConfig, attach, check, lens_of, reference
 from bifocals.benchmarks.capture import run as measure_capture
 from bifocals.network import NetworkRouter
 from bifocals.routing import Router
+from bifocals.tape import Tape
 from bifocals.testing import tiny_model, tiny_tokens
 from bifocals.training import layer_fit
 from bifocals.training.capture import capture_layers
 from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions, fit_mass
+from bifocals.training.mass_kept import far_mass_kept
 from bifocals.training.mass_loss import centroid_update, network_update, query_update
 
 NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
@@ -67,6 +69,42 @@ def test_the_rows_that_are_learned_from_are_the_bases_own_attention(family):
         torch.testing.assert_close(got, own[0][:, rows[0]] * far, atol=2**-23, rtol=2**-20)
         assert far.any(dim=1).all()
         assert not far[:, :2].any()
+
+
+def test_a_softcap_and_a_learned_temperature_are_in_the_rows_too():
+    """The first layer sees the same hidden states: only the temperature differs, outside the softcap."""
+    model, tokens = tiny_model("gemma2"), tiny_tokens(1, 60)
+    lens = attach(model, FocalConfig(form="token", per="head", temperature=0.5), NETWORKS)
+    rows = torch.arange(60)
+    constant = capture_layers(lens, tokens, rows[None])["0"]
+    torch.nn.init.normal_(lens.layers["0"].temperature.weight)
+    learned = capture_layers(lens, tokens, rows[None])["0"]
+    sharper = (learned.query[0] / constant.query[0]).mean(dim=-1)  # 0.5 / temperature
+    assert sharper.std() > 0.1
+    everything = torch.ones(60, 60, dtype=torch.bool)
+    logs = [layer.far_attention(0, slice(None), rows, everything).log() for layer in (constant, learned)]
+    apart = [log[:, 59, 50:59] - log[:, 59, 59:] for log in logs]
+    torch.testing.assert_close(apart[1], apart[0] * sharper[:, 59, None], rtol=1e-6, atol=1e-6)
+
+
+def test_the_far_mass_kept_is_that_of_the_bases_attention_over_the_pattern():
+    model, tokens = tiny_model("llama"), tiny_tokens(1, 60)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(tokens, output_attentions=True).attentions
+    lens = attach(model, FocusConfig(groups=4, top_k=2, window=5, sinks=2))
+    with lens.taped(Tape()) as tape, torch.no_grad():
+        model(tokens)
+    kept = total = 0.0
+    for name, attention in zip(lens.routers, attentions):
+        options = {"window": 5, "sinks": 2, "heads": 4}
+        nothing = torch.zeros_like(tape.reads[name])
+        always = reference.focus_pairs(nothing, tape.holds[name], **options)
+        read = reference.focus_pairs(tape.reads[name], tape.holds[name], **options)
+        kept += attention[read & ~always].sum().item()
+        total += attention[~always.expand_as(attention)].sum().item()
+    assert 0.1 < kept / total < 0.9
+    assert far_mass_kept(lens, tokens[0], tape) == pytest.approx(kept / total, rel=1e-5)
 
 
 def test_capturing_computes_the_base():

@@ -68,6 +68,7 @@ def test_the_folder_holds_a_lens_its_results_and_no_base(tmp_path):
     assert [each.step for each in seen] == [1, 2, 3, 4, 5, 6]
     assert seen[-1].hard_loss is not None
     assert 0 < seen[-1].far_kept < 1
+    assert 0 < seen[-1].mass_kept < 1
     assert results["held_out"]["rows"][0]["setting"] == "dense"
     again = tiny_model("llama", dtype=torch.float32)
     load(again, tmp_path / "out")
