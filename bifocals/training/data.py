@@ -69,8 +69,7 @@ def load_blocks(
 
 def load_tokens(source: str, tokenizer: Any, part: Part = "all") -> "np.ndarray[Any, Any]":
     """All tokens of one source, documents ended by the tokenizer's end of text; from the cache if they are there."""
-    name, part = _split_name(source, part)
-    documents = _split(read_documents(name), part)
+    documents = load_documents(source, part)
     path = cache_folder() / "tokens" / f"{_key(documents, tokenizer)}.npy"
     kept = _read_tokens(path, len(tokenizer))
     if kept is not None:
@@ -101,6 +100,12 @@ def _read_tokens(path: Path, vocabulary: int) -> "np.ndarray[Any, Any] | None":
         return tokens
     logger.info("%s is damaged and is made again.", path)
     return None
+
+
+def load_documents(source: str, part: Part = "all") -> list[str]:
+    """The texts of a source, or of one part of it."""
+    name, part = _split_name(source, part)
+    return _split(read_documents(name), part)
 
 
 def read_documents(name: str) -> list[str]:

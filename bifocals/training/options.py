@@ -79,3 +79,32 @@ class LoraOptions:
         for name in ("rank", "steps", "batch"):
             expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
         expect(self.rate > 0, "rate > 0", self.rate, "1e-4 is usual")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainOptions:
+    """How a model is trained from scratch, or adapted to a temperature: AdamW, warm-up, then a cosine to a tenth."""
+
+    steps: int = option(400, "Optimizer steps.")
+    batch: int = option(8, "Sequences in one step, over all processes.")
+    micro_batch: int = option(8, "Sequences in one forward; gradients are added up to the batch.")
+    rate: float = option(2e-3, "Highest learning rate.")
+    warm_up: int = option(40, "Steps in which the rate rises.")
+    weight_decay: float = option(0.1, "Of matrices; norms and biases have none.")
+    precision: Literal["float32", "bfloat16"] = option("float32", "Of the arithmetic; weights stay in float32.")
+    gradient_checkpointing: bool = option(False, "Compute the forward twice instead of keeping it: less memory.")
+    seed: int = option(0, "Of the weights at the start, and of the order of the text.")
+    save_every: int = option(100, "Steps between checkpoints.")
+    evaluate_every: int = option(100, "Steps between looks at the validation loss.")
+    report_to: str = option("none", "Where transformers' Trainer logs: none, tensorboard, wandb, ...")
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("steps", "batch", "micro_batch", "save_every", "evaluate_every"):
+            expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
+        expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
+        expect(self.rate > 0, "rate > 0", self.rate, "small models bear 2e-3, large ones 1e-4")
+        expect(self.weight_decay >= 0, "weight_decay >= 0", self.weight_decay, "0.1 is usual")
+        expect(
+            self.batch % self.micro_batch == 0, f"batch a multiple of micro_batch {self.micro_batch}", self.batch, ""
+        )
