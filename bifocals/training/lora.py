@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback
 
+from bifocals.training.exact import Order
 from bifocals.training.options import LoraOptions, TrainOptions
-from bifocals.training.trainer import Order, training_arguments
+from bifocals.training.trainer import training_arguments
 from bifocals.training.watch import Progress, Report
 
 
