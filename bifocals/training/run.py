@@ -63,7 +63,7 @@ def train(
     if lens.focus is None:
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
     described = describe(lens, blocks, options)
-    _open(out, described, resume)
+    open_run(out, described, resume)
     start = time.perf_counter()
     if isinstance(options, MassOptions):
         losses = _fit_by_mass(lens, blocks, out / CHECKPOINTS, options, report)
@@ -102,7 +102,7 @@ def run_baseline(
     focus = FocusConfig() if focus is None else focus
     lens = _new_lens(model, replace(focus, sides="same") if baseline == "kmeans" else focus, options.seed)
     described = {"baseline": baseline, **describe(lens, blocks, options)}
-    _open(out, described, resume=False)
+    open_run(out, described, resume=False)
     start, losses, top_ks = time.perf_counter(), {}, []
     if baseline == "lora":
         from bifocals.training.lora import fit_lora
@@ -147,7 +147,7 @@ def _new_lens(model: PreTrainedModel, focus: FocusConfig, seed: int) -> Lens:
         return attach(model, focus)
 
 
-def _open(out: Path, described: dict[str, Any], resume: bool) -> None:
+def open_run(out: Path, described: dict[str, Any], resume: bool) -> None:
     """A new folder, or with ``resume`` one of the same run."""
     path = out / RUN
     if resume:

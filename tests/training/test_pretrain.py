@@ -1,0 +1,121 @@
+"""A model from scratch: what is saved, that a stopped run goes on exactly, and how it says no."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bifocals import FocalConfig, FocusConfig, fold, load
+from bifocals.training.checkpoint import CheckpointError
+from bifocals.training.data import DataError
+from bifocals.training.flops import forward_flops
+from bifocals.training.options import PretrainOptions
+from bifocals.training.presets import Preset
+from bifocals.training.pretrain import pretrain
+
+OPTIONS = PretrainOptions(steps=6, batch=4, micro_batch=2, warm_up=2, save_every=3, evaluate_every=3)
+SMALL = Preset(hidden=32, intermediate=48, layers=2, heads=2, vocabulary=300, context=32, options=OPTIONS)
+FOCAL = FocalConfig(temperature=0.4)
+LEARNED = FocalConfig(form="token")
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. "
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{number} {TEXT}" for number in range(400)))
+    return [str(path)]
+
+
+def run(text, out, preset=SMALL, focal=FOCAL, **changes):
+    return pretrain(preset, text, out, focal=focal, held_out=2, **changes)
+
+
+def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path):
+    results = run(text, tmp_path / "out")
+    assert results["losses"][-1] < results["losses"][0]
+    assert [each["step"] for each in results["validation"]] == [3, 6]
+    assert 0 < results["bits_per_byte"] < 8
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    stock = {name for name, _ in model.named_parameters()}
+    load(model, tmp_path / "out" / "lens")
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        focal = model(tokens).logits
+        folded = fold(model)(tokens).logits
+    assert {name for name, _ in model.named_parameters()} == stock
+    torch.testing.assert_close(folded, focal)
+
+
+@pytest.mark.parametrize(
+    ("focal", "focus"),
+    [(FOCAL, None), (LEARNED, None), (FOCAL, FocusConfig(groups=2, window=4, sinks=1))],
+    ids=["constant", "learned", "with Focus"],
+)
+def test_a_stopped_run_goes_on_exactly(focal, focus, text, tmp_path, monkeypatch):
+    whole = run(text, tmp_path / "whole", focal=focal, focus=focus)
+    from bifocals.training.pretrain import Pretrainer
+
+    def stop(self, model, inputs, *others, **more):
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+        return compute_loss(self, model, inputs, *others, **more)
+
+    compute_loss = Pretrainer.compute_loss
+    monkeypatch.setattr(Pretrainer, "compute_loss", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(text, tmp_path / "parts", focal=focal, focus=focus)
+    monkeypatch.setattr(Pretrainer, "compute_loss", compute_loss)
+    parts = run(text, tmp_path / "parts", focal=focal, focus=focus, resume=True)
+    assert parts["losses"] == whole["losses"]
+    assert parts["validation"] == whole["validation"]
+
+
+def test_a_learned_temperature_moves_and_is_saved(text, tmp_path):
+    run(text, tmp_path / "out", focal=LEARNED)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    lens = load(model, tmp_path / "out" / "lens")
+    assert all(layer.temperature.weight.abs().sum() > 0 for layer in lens.layers.values())
+
+
+def test_a_corpus_shorter_than_one_batch_is_refused_before_anything_is_written(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("".join(f"{number} {TEXT}" for number in range(20)))
+    with pytest.raises(DataError, match="one batch, 4096 sequences of 32 tokens"):
+        run([str(path)], tmp_path / "out", options=replace(OPTIONS, batch=4096))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_of_another_shape_is_not_resumed_and_not_overwritten(text, tmp_path):
+    run(text, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="a run with other model"):
+        run(text, tmp_path / "out", preset=replace(SMALL, hidden=64), resume=True)
+    with pytest.raises(ValueError, match="is not empty"):
+        run(text, tmp_path / "out")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused(text, tmp_path):
+    run(text, tmp_path / "small")
+    run(text, tmp_path / "large", preset=replace(SMALL, hidden=64))
+    shutil.rmtree(tmp_path / "small" / "checkpoints")
+    shutil.copytree(tmp_path / "large" / "checkpoints", tmp_path / "small" / "checkpoints")
+    kept = json.loads((tmp_path / "small" / "results.json").read_text())
+    with pytest.raises(CheckpointError, match=r"expected .* of torch\.float32, got"):
+        run(text, tmp_path / "small", resume=True)
+    assert json.loads((tmp_path / "small" / "results.json").read_text()) == kept
+
+
+def test_operations_fall_with_the_pairs_that_are_read():
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(SMALL.config())
+    dense, half, none = (forward_flops(model, 4096, share) for share in (1.0, 0.5, 0.0))
+    assert dense - half == pytest.approx(half - none)
+    assert dense - none == 4 * 2 * 32 * 4097 / 2
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 48) + 300 * 32
+    assert none == 2 * matrices
