@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bifocals import __version__
+from bifocals.pretrain_command import pretrain
 from bifocals.train_command import train
 
 console = Console()
@@ -406,6 +407,7 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
 
 
 main.add_command(train)
+main.add_command(pretrain)
 
 
 @main.command()

@@ -13,14 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from bifocals.config import FocusConfig
 from bifocals.training.baselines import Baseline
 from bifocals.training.mass import MassOptions
-from bifocals.training.options import LoraOptions, TrainOptions
+from bifocals.training.options import LoraOptions, PretrainOptions, TrainOptions
 from bifocals.training.processes import is_first_process
 from bifocals.training.watch import Progress as Fitted
 
 Kind = TypeVar("Kind")
 KINDS = MassOptions, TrainOptions, LoraOptions
 LABELS: dict[type, str] = {
-    MassOptions: "mass", TrainOptions: "lm, distill", LoraOptions: "lora", FocusConfig: "default"
+    MassOptions: "mass", TrainOptions: "lm, distill", LoraOptions: "lora", FocusConfig: "default",
+    PretrainOptions: "nano",
 }  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""`bifocals pretrain`: its options are read off the dataclasses that define them."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bifocals.config import FocalConfig, FocusConfig
+from bifocals.train_command import FitDisplay, focus_of, options_of
+from bifocals.training.options import PretrainOptions
+from bifocals.training.processes import is_first_process
+
+FIXED = ("tau", "slope", "rounds", "momentum", "allow_look_ahead")  # of Focus: not worth a flag
+
+
+def focal_of(temperature: str) -> FocalConfig:
+    """A number is a constant; "learned" is read off each token."""
+    if temperature == "learned":
+        return FocalConfig(form="token")
+    try:
+        return FocalConfig(temperature=float(temperature))
+    except ValueError as reason:
+        raise click.UsageError(
+            f"--temperature: expected a number in (0, 4] or 'learned', got {temperature!r}. 0.4 is the paper's choice."
+        ) from reason
+
+
+@click.command()
+@click.option("--preset", "preset_name", required=True, help="Shape and recipe: nano, micro, 0.4B, ... 9.5B.")
+@click.option("--temperature", default="0.4", help="A number in (0, 4], where 1 is standard attention; or learned.")
+@click.option("--data", "sources", multiple=True, required=True, help="A source of text; repeat it for several.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder for all results.")
+@click.option("--held-out", type=click.IntRange(1), default=16, help="So many sequences of each source are measured on.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out, exactly from where it was.")
+@options_of(PretrainOptions)
+@click.option("--focus", "has_focus", is_flag=True, help="Train with Focus as well.")
+@options_of(FocusConfig, leave_out=FIXED)
+def pretrain(
+    preset_name: str,
+    temperature: str,
+    sources: tuple[str, ...],
+    out: Path,
+    held_out: int,
+    resume: bool,
+    has_focus: bool,
+    **given: Any,
+) -> None:
+    """Train a model from scratch with a temperature, with a tokenizer of its own, and measure it on text held out.
+
+    Without an option of the recipe, the preset's own holds. What is written is a stock transformers checkpoint
+    (model) and a small lens beside it; `bifocals fold` puts a constant temperature into the weights.
+    """
+    from bifocals.training.presets import find_preset
+    from bifocals.training.pretrain import pretrain as run
+
+    given = {name: value for name, value in given.items() if value is not None}
+    own = {field.name for field in fields(PretrainOptions)}
+    routing = sorted(set(given) - own)
+    if routing and not has_focus:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in routing)
+        raise click.UsageError(f"{flags}: options of Focus, expected together with --focus.")
+    preset, focal = find_preset(preset_name), focal_of(temperature)
+    options = replace(preset.options, **{name: value for name, value in given.items() if name in own})
+    focus = focus_of(given, default_score="cosine") if has_focus else None
+    with FitDisplay() as display:
+        how: dict[str, Any] = {"held_out": held_out, "resume": resume, "report": display.report}
+        results = run(preset, sources, out, focal=focal, focus=focus, options=options, **how)
+    if is_first_process():
+        loss, bits = results["validation"][-1]["loss"], results["bits_per_byte"]
+        click.echo(f"Validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte. Written to {out}.")
