@@ -19,8 +19,10 @@ class FocalConfig:
     """Focal attention: divide the attention logits by a temperature below one."""
 
     temperature: float = option(0.4, "The temperature; where it is learned, the value it starts at. 1 is standard.")
-    form: Literal["constant", "token", "prefix", "sequence"] = option(
-        "constant", "One number, or learned: from each token, from the mean over the prefix, or over the sequence."
+    form: Literal["constant", "token", "length", "prefix", "sequence"] = option(
+        "constant",
+        "One number; or learned: from each token, from it and how many came before, or from the mean over the prefix "
+        "or the sequence.",
     )
     per: Literal["layer", "head"] = option("layer", "A learned temperature for each layer, or for each query head.")
     minimum: float = option(0.1, "A learned temperature stays above this.")

@@ -3,6 +3,7 @@
     standard   softmax(q k^T / sqrt(dim)) v
     focal      softmax(q k^T / (temperature * sqrt(dim))) v        temperature = 1 is standard
     learned    temperature = soft_clamp(x w + b)                   x: the hidden state entering attention
+    length     log temperature = soft_clamp(x w + b - s log(1 + log n))     n: the tokens up to the query
 
 A smaller temperature moves weight from many weak keys to a few strong ones. A constant is only
 another scale, so every fused attention kernel already computes it. A learned one divides the query.
@@ -10,6 +11,10 @@ another scale, so every fused attention kernel already computes it. A learned on
 The paper's learned form takes the mean over the whole sequence: it reads the future and is not
 defined while decoding. Ours reads each token, or the mean over its prefix. The paper's hard clip has
 no gradient outside its range; the soft clamp here never loses it.
+
+The length form is ours: a query that has more keys to tell apart needs sharper attention to be as sure of one of
+them. With s = 1 its logits grow like those of Scalable-Softmax (arXiv 2501.19399), s log n; s is learned, from 0 on,
+so that it starts as the constant. Logarithms make a step of the same size halve or double a temperature anywhere.
 """
 
 import math
@@ -104,8 +109,32 @@ class ConstantTemperature(nn.Module):
         return self.temperature
 
 
+class SoftClamp(nn.Module):
+    """From what is linear in the hidden states, (batch, length, outputs), to temperatures inside a range.
+
+    A module, so that what was learned can be seen by a hook on it, whichever way a temperature was computed.
+    """
+
+    def __init__(self, minimum: float, maximum: float, *, in_logs: bool) -> None:
+        super().__init__()
+        self.minimum, self.maximum, self.in_logs = minimum, maximum, in_logs
+
+    def forward(self, raw: Float[Tensor, "batch length outputs"]) -> Float[Tensor, "batch outputs length 1"]:
+        if self.in_logs:
+            clamped = self.minimum * soft_clamp(raw, 0.0, math.log(self.maximum / self.minimum)).exp()
+        else:
+            clamped = soft_clamp(raw, self.minimum, self.maximum)
+        return clamped.mT[..., None]
+
+    def inverse(self, temperature: float) -> float:
+        """The raw number that becomes ``temperature``."""
+        if self.in_logs:
+            return inverse_soft_clamp(math.log(temperature / self.minimum), 0.0, math.log(self.maximum / self.minimum))
+        return inverse_soft_clamp(temperature, self.minimum, self.maximum)
+
+
 class LearnedTemperature(nn.Module):
-    """A temperature read off the hidden states: per token, or from their mean over the prefix or the sequence.
+    """A temperature read off the hidden states: per token, by the length, or from their mean over prefix or sequence.
 
     ``outputs`` is 1 (shared by the layer) or the number of query heads. It starts at ``start`` for every token.
     """
@@ -118,7 +147,7 @@ class LearnedTemperature(nn.Module):
         minimum: float,
         maximum: float,
         outputs: int = 1,
-        form: Literal["token", "prefix", "sequence"] = "token",
+        form: Literal["token", "length", "prefix", "sequence"] = "token",
         is_causal: bool = True,
     ) -> None:
         super().__init__()
@@ -132,9 +161,16 @@ class LearnedTemperature(nn.Module):
                 "The mean over the whole sequence reads tokens after the query, and is not defined while decoding: "
                 "expected form 'token' or 'prefix' for a causal model, got 'sequence'. Use it for encoders only."
             )
-        self.form, self.minimum, self.maximum = form, minimum, maximum
+        self.form = form
+        self.clamp = SoftClamp(minimum, maximum, in_logs=form == "length")
         self.weight = nn.Parameter(torch.zeros(outputs, hidden_size))
-        self.bias = nn.Parameter(torch.full((outputs,), inverse_soft_clamp(start, minimum, maximum)))
+        self.bias = nn.Parameter(torch.full((outputs,), self.clamp.inverse(start)))
+        self.exponent = nn.Parameter(torch.zeros(outputs)) if form == "length" else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a token's temperature needs sums over the tokens before it."""
+        return self.form in ("prefix", "length")
 
     def raw(self, hidden: Float[Tensor, "batch length hidden"]) -> Float[Tensor, "batch length outputs"]:
         """What is averaged and clamped, x w + b, in float32 at least."""
@@ -142,19 +178,30 @@ class LearnedTemperature(nn.Module):
         with without_autocast(hidden):
             return nn.functional.linear(hidden.to(precision), self.weight.to(precision), self.bias.to(precision))
 
-    def clamp(self, raw: Float[Tensor, "batch length outputs"]) -> Float[Tensor, "batch outputs length 1"]:
-        return soft_clamp(raw, self.minimum, self.maximum).mT[..., None]
+    def summed(
+        self, raw: Float[Tensor, "batch length outputs"], is_real: Bool[Tensor, "batch length"] | None
+    ) -> Float[Tensor, "batch length sums"]:
+        """What a running form adds up over the prefix: how many tokens there are and, for a mean, their raw numbers."""
+        counted = torch.ones_like(raw[..., :1]) if is_real is None else is_real[..., None].to(raw.dtype)
+        return counted if self.form == "length" else torch.cat([torch.where(counted > 0, raw, 0.0), counted], dim=-1)
+
+    def from_sums(
+        self, raw: Float[Tensor, "batch length outputs"], sums: Float[Tensor, "batch length sums"]
+    ) -> Float[Tensor, "batch outputs length 1"]:
+        """The temperature of each query, from the sums over its prefix, itself included."""
+        tokens = sums[..., -1:].clamp(min=1)
+        if self.exponent is None:
+            return self.clamp(sums[..., :-1] / tokens)
+        return self.clamp(raw - self.exponent.to(raw.dtype) * torch.log1p(tokens.log()))
 
     def forward(
         self, hidden: Float[Tensor, "batch length hidden"], is_real: Bool[Tensor, "batch length"] | None = None
     ) -> Float[Tensor, "batch outputs length 1"]:
-        """The temperature of each query; ``is_real`` is False at padding, which no mean counts."""
+        """The temperature of each query; ``is_real`` is False at padding, which nothing counts."""
         raw = self.raw(hidden)
         if self.form == "token":
             return self.clamp(raw)
-        counted = torch.ones_like(raw[..., :1]) if is_real is None else is_real[..., None].to(raw.dtype)
-        raw = torch.where(counted > 0, raw, 0.0)
-        if self.form == "prefix":
-            return self.clamp(raw.cumsum(dim=1) / counted.cumsum(dim=1).clamp(min=1))
-        mean = raw.sum(dim=1, keepdim=True) / counted.sum(dim=1, keepdim=True).clamp(min=1)
-        return self.clamp(mean.expand_as(raw))
+        summed = self.summed(raw, is_real)
+        if self.is_running:
+            return self.from_sums(raw, summed.cumsum(dim=1))
+        return self.from_sums(raw, summed.sum(dim=1, keepdim=True).expand_as(summed))

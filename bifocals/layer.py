@@ -250,29 +250,25 @@ class LayerLens(nn.Module):
     def _temperature(
         self, hidden: Tensor, real: Tensor | None, pattern: BasePattern, memory: Companion | GroupedLayer | None
     ) -> tuple[float | Tensor, Tensor | None]:
-        """The temperature of each query; of the prefix form also the running sums that later tokens need."""
+        """The temperature of each query; of a running form also the sums that later tokens need."""
         form = self.temperature
         if form is None:
             return 1.0, None
         if isinstance(form, ConstantTemperature):
             return form(hidden), None
-        if form.form != "prefix":
+        if not form.is_running:
             return form(hidden, real), None
-        counted = torch.ones_like(hidden[..., :1]) if real is None else real[..., None].to(hidden.dtype)
         raw = form.raw(hidden)
-        counted = counted.to(raw.dtype)
-        new = torch.cat([torch.where(counted > 0, raw, 0.0), counted], dim=-1)  # (batch, length, outputs + 1)
-        sums = new.cumsum(dim=1)
+        sums = form.summed(raw, real).cumsum(dim=1)  # (batch, length, sums)
         before = None if memory is None else memory.last_sums()
         if before is not None:
             sums = sums + before[:, 0].to(sums.dtype)
         elif pattern.kind == "packed" and pattern.segments is not None:
-            # A packed sequence starts its own mean: take off what came before its first token.
+            # A packed sequence starts its own sums: take off what came before its first token.
             starts = segment_starts(hidden.shape[1], pattern.segments_of(hidden.shape[1]), hidden.device)
             so_far = pad(sums, (0, 0, 1, 0))
             sums = sums - so_far.gather(1, starts[..., None].expand(hidden.shape[0], -1, sums.shape[-1]))
-        mean = sums[..., :-1] / sums[..., -1:].clamp(min=1)
-        return form.clamp(mean), sums[:, None]
+        return form.from_sums(raw, sums), sums[:, None]
 
     def _focus(
         self,
@@ -332,10 +328,10 @@ def _router(site: Site, focus: FocusConfig) -> AnyRouter:
 def _temperature(site: Site, focal: FocalConfig) -> ConstantTemperature | LearnedTemperature:
     if focal.form == "constant":
         return ConstantTemperature(focal.temperature)
-    if focal.form == "prefix" and site.is_cross:
+    if focal.form in ("prefix", "length") and site.is_cross:
         raise ValueError(
-            "A temperature from the prefix mean is not offered for attention to another sequence: expected form "
-            "'constant' or 'token' for an encoder-decoder, got 'prefix'."
+            "A temperature from the tokens before a query is not offered for attention to another sequence: expected "
+            f"form 'constant' or 'token' for an encoder-decoder, got {focal.form!r}."
         )
     return LearnedTemperature(
         site.hidden_size,

@@ -148,15 +148,23 @@ def learned_temperature(
     form: str,
     minimum: float,
     maximum: float,
+    exponent: Float[Tensor, " out"] | None = None,
 ) -> Float[Tensor, "batch out length 1"]:
-    """What a learned temperature is, in its three forms; ``sequence`` reads the future."""
+    """What a learned temperature is, in its four forms; ``sequence`` reads the future, ``length`` has an exponent."""
     raw = hidden @ weight.T + bias  # (batch, length, out)
     length = raw.shape[1]
     if form == "prefix":
         raw = torch.stack([raw[:, : i + 1].mean(dim=1) for i in range(length)], dim=1)
     elif form == "sequence":
         raw = raw.mean(dim=1, keepdim=True).expand(-1, length, -1)
+    elif form == "length":
+        assert exponent is not None
+        tokens = torch.arange(1, length + 1, dtype=raw.dtype, device=raw.device)
+        raw = raw - exponent * (1 + tokens.log()).log()[:, None]
+        minimum, maximum = math.log(minimum), math.log(maximum)
     unit = (1 + raw / (1 + raw.abs())) / 2
+    if form == "length":
+        return (minimum + (maximum - minimum) * unit).exp().mT[..., None]
     return (minimum + (maximum - minimum) * unit).mT[..., None]
 
 

@@ -135,7 +135,7 @@ def test_check_keeps_every_promise(family, router, mode):
 
 
 @every_decoder
-@pytest.mark.parametrize("form", ["token", "prefix"])
+@pytest.mark.parametrize("form", ["token", "prefix", "length"])
 def test_decoding_in_chunks_equals_prefill_with_left_padding(family, router, form):
     model, tokens = tiny_model(family), tiny_tokens()
     mask = torch.ones_like(tokens)
@@ -154,10 +154,11 @@ def test_decoding_in_chunks_equals_prefill_with_left_padding(family, router, for
 
 
 @every_decoder
-def test_a_packed_row_is_its_sequences_one_by_one(family, router):
+@pytest.mark.parametrize("form", ["prefix", "length"])
+def test_a_packed_row_is_its_sequences_one_by_one(family, router, form):
     model = tiny_model(family)
     first, second = tiny_tokens(1, 22, seed=1), tiny_tokens(1, 18, seed=2)
-    lens = attach(model, FocalConfig(temperature=0.5, form="prefix"), FOCUS[router])
+    lens = attach(model, FocalConfig(temperature=0.5, form=form), FOCUS[router])
     for parameter in lens.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     positions = torch.cat([torch.arange(22), torch.arange(18)])[None]

@@ -43,13 +43,14 @@ def test_focal_attention_has_the_gradients_of_the_oracle_and_so_have_temperature
     expected_gradients(inputs, dtype, dense).assert_met_by(gradients(fast(inputs), inputs))
 
 
-@pytest.mark.parametrize("form", ["token", "prefix", "sequence"])
+@pytest.mark.parametrize("form", ["token", "length", "prefix", "sequence"])
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_a_learned_temperature_equals_its_oracle_on_each_row_without_its_padding(form, outputs):
     module = LearnedTemperature(
         8, start=0.5, minimum=0.1, maximum=2.0, outputs=outputs, form=form, is_causal=form != "sequence"
     )
-    torch.nn.init.normal_(module.weight)
+    for parameter in (module.weight, *([] if module.exponent is None else [module.exponent])):
+        torch.nn.init.normal_(parameter)
     hidden = torch.randn(2, 13, 8)
     is_real = torch.ones(2, 13, dtype=torch.bool)
     is_real[0, :5], is_real[1, 9:] = False, False  # padding on the left, and on the right
@@ -58,8 +59,10 @@ def test_a_learned_temperature_equals_its_oracle_on_each_row_without_its_padding
 
         def alone(dtype, row=row, real=real):
             weight, bias, tokens = (tensor.detach().to(dtype) for tensor in (module.weight, module.bias, hidden))
-            limits = {"minimum": module.minimum, "maximum": module.maximum}
-            return [reference.learned_temperature(tokens[row : row + 1, real], weight, bias, form=form, **limits)]
+            how = {"form": form, "minimum": 0.1, "maximum": 2.0}
+            if module.exponent is not None:
+                how["exponent"] = module.exponent.detach().to(dtype)
+            return [reference.learned_temperature(tokens[row : row + 1, real], weight, bias, **how)]
 
         # x w + b is a sum of eight terms, of which the temperature does not tell the size.
         terms = (hidden[row].abs() @ module.weight.abs().T).detach()

@@ -40,7 +40,7 @@ def test_autocast_leaves_double_precision_alone(vectors):
     assert torch.equal(attended, focal_attention(*doubles, temperature=0.4))
 
 
-@pytest.mark.parametrize("form", ["token", "prefix"])
+@pytest.mark.parametrize("form", ["token", "length", "prefix"])
 def test_a_learned_temperature_is_computed_in_float32_under_autocast(form):
     module = LearnedTemperature(16, start=0.4, minimum=0.1, maximum=2.0, form=form)
     torch.nn.init.normal_(module.weight)

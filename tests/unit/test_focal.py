@@ -70,7 +70,7 @@ def test_a_constant_has_nothing_to_learn():
         ConstantTemperature(0)
 
 
-@pytest.mark.parametrize("form", ["token", "prefix", "sequence"])
+@pytest.mark.parametrize("form", ["token", "length", "prefix", "sequence"])
 @pytest.mark.parametrize("start", [0.11, 0.4, 1.05, 1.99])
 def test_a_learned_temperature_starts_where_it_is_told_for_every_token(form, start):
     module = LearnedTemperature(8, start=start, **LIMITS, outputs=3, form=form, is_causal=form != "sequence")
@@ -80,7 +80,7 @@ def test_a_learned_temperature_starts_where_it_is_told_for_every_token(form, sta
 
 
 @pytest.mark.parametrize("raw", [-1e15, -1e8, -1e4, 0.0, 1e4, 1e8, 1e15])
-@pytest.mark.parametrize("form", ["token", "prefix", "sequence"])
+@pytest.mark.parametrize("form", ["token", "length", "prefix", "sequence"])
 def test_the_gradient_is_alive_at_both_ends(raw, form):
     module = LearnedTemperature(4, start=0.4, **LIMITS, form=form, is_causal=form != "sequence")
     torch.nn.init.constant_(module.bias, raw)
@@ -91,7 +91,7 @@ def test_the_gradient_is_alive_at_both_ends(raw, form):
     assert (module.weight.grad > 0).all()
 
 
-@pytest.mark.parametrize("form", ["token", "prefix"])
+@pytest.mark.parametrize("form", ["token", "length", "prefix"])
 def test_a_later_token_changes_no_earlier_temperature(form):
     module = LearnedTemperature(8, start=0.4, **LIMITS, form=form)
     torch.nn.init.normal_(module.weight)
@@ -101,6 +101,17 @@ def test_a_later_token_changes_no_earlier_temperature(form):
     before, after = module(hidden), module(changed)
     assert torch.equal(before[:, :, :6], after[:, :, :6])
     assert not torch.equal(before[:, :, 6], after[:, :, 6])
+
+
+def test_the_length_form_sharpens_as_tokens_come_and_learns_by_how_much():
+    module = LearnedTemperature(8, start=0.4, **LIMITS, form="length")
+    hidden = torch.randn(1, 50, 8)
+    module(hidden).sum().backward()
+    assert module.exponent.grad < 0
+    torch.nn.init.constant_(module.exponent, 1.0)
+    temperature = module(hidden).detach()[0, 0, :, 0]
+    assert (temperature.diff() < 0).all()
+    assert temperature[0].item() == pytest.approx(0.4)
 
 
 def test_the_sequence_mean_reads_later_tokens_and_is_refused_for_decoders_with_the_reason():
