@@ -10,8 +10,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from bifocals.config import FocusConfig
+from bifocals.config import FocalConfig, FocusConfig
 from bifocals.training.baselines import Baseline
+from bifocals.training.context import ContextOptions
 from bifocals.training.mass import MassOptions
 from bifocals.training.options import LoraOptions, PretrainOptions, TrainOptions
 from bifocals.training.processes import is_first_process
@@ -21,7 +22,7 @@ Kind = TypeVar("Kind")
 KINDS = MassOptions, TrainOptions, LoraOptions
 LABELS: dict[type, str] = {
     MassOptions: "mass", TrainOptions: "lm, distill", LoraOptions: "lora", FocusConfig: "default",
-    PretrainOptions: "nano",
+    PretrainOptions: "nano", FocalConfig: "default", ContextOptions: "default",
 }  # fmt: skip
 
 

@@ -48,13 +48,19 @@ def evaluate(
 
 def block_loss(model: PreTrainedModel, block: Tensor) -> float:
     """Nats per token of one block."""
+    return token_losses(model, block).mean().item()
+
+
+def token_losses(model: PreTrainedModel, block: Tensor) -> Tensor:
+    """Nats of each token of one block but the first, in float64."""
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=block[None].to(model.device), use_cache=False).logits[0, :-1]
-    wanted, total = block[1:].to(logits.device), 0.0
-    for start in range(0, len(wanted), ROWS_AT_ONCE):
-        some = slice(start, start + ROWS_AT_ONCE)
-        total += cross_entropy(logits[some].float(), wanted[some], reduction="none").double().sum().item()
-    return total / len(wanted)
+    wanted = block[1:].to(logits.device)
+    parts = [
+        cross_entropy(some.float(), ids, reduction="none").double()
+        for some, ids in zip(logits.split(ROWS_AT_ONCE), wanted.split(ROWS_AT_ONCE))
+    ]
+    return torch.cat(parts).cpu()
 
 
 class Run:

@@ -45,10 +45,10 @@ class Order(Dataset[dict[str, Tensor]]):
 
 
 class ExactTrainer(Trainer):
-    """Trains a lens; with ``is_full``, the base model too."""
+    """Trains what requires gradients: a lens, the model that it sits on, or some of its weights."""
 
-    def __init__(self, lens: Lens, blocks: Tensor, args: TrainingArguments, *, batch: int, is_full: bool) -> None:
-        self.lens, self.folder, self.is_full = lens, Path(args.output_dir), is_full
+    def __init__(self, lens: Lens, blocks: Tensor, folder: Path, args: TrainingArguments, *, batch: int) -> None:
+        self.lens, self.folder = lens, folder
         self.order = Order(blocks, args.max_steps * batch, args.seed)
         super().__init__(lens.model, args, train_dataset=self.order)
         self.loss_is_scaled_for_ga = False  # a mean over the micro batch: Trainer divides it by their number
@@ -75,13 +75,13 @@ class ExactTrainer(Trainer):
         return SequentialSampler(self.order)
 
     def _trained(self) -> dict[str, Tensor]:
-        """What the optimizer and the balance change: the lens, and the base where it is trained."""
-        trained = {f"lens.{name}": tensor for name, tensor in self.lens.state_dict().items()}
-        if self.is_full:
-            own = {id(parameter) for parameter in self.lens.parameters()}
-            base = self.lens.model.named_parameters()
-            trained |= {f"base.{name}": tensor for name, tensor in base if id(tensor) not in own}
-        return trained
+        """What the optimizer and the balance change: the lens, and of the base what is trained."""
+        own = {id(parameter) for parameter in self.lens.parameters()}
+        base = {name: tensor for name, tensor in self.lens.model.named_parameters() if tensor.requires_grad}
+        return {
+            **{f"lens.{name}": tensor for name, tensor in self.lens.state_dict().items()},
+            **{f"base.{name}": tensor for name, tensor in base.items() if id(tensor) not in own},
+        }
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         random = _gather_random_states(self.args.device)

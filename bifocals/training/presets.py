@@ -4,7 +4,7 @@
                     of 32,000 and embeddings that are not tied; batches of 262,144 tokens, 128 sequences of 2,048
     nano, micro     the same on a laptop: minutes and hours
 
-Names and the size of batches are the Focal paper's. It does not print depths and widths: these are LLaMA's proportions.
+Names and the size of batches are the Focal paper's; depths and widths are chosen to have the parameters of the name.
 """
 
 from dataclasses import dataclass

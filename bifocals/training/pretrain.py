@@ -4,20 +4,21 @@ out/run.json          what is trained, on what and how; a run resumes only as wh
 out/checkpoints/      where it stands
 out/model/            a stock transformers checkpoint and its tokenizer, once it is trained
 out/lens/             the temperature, and the routers of Focus; `bifocals fold` puts a constant into the weights
-out/results.json      losses, bits per byte, operations and time
+out/results.json      losses, bits per byte, temperatures, operations and time
+out/temperatures.png  what temperatures were learned, if any and if matplotlib is there
 """
 
 import hashlib
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Qwen3ForCausalLM, TrainerCallback, TrainerState, TrainingArguments
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from bifocals.benchmarks.measuring import surroundings, write_json
 from bifocals.config import FocalConfig, FocusConfig
@@ -25,16 +26,17 @@ from bifocals.evaluation.perplexity import block_loss
 from bifocals.files import new_folder
 from bifocals.lens import Lens, attach
 from bifocals.training.checkpoint import last_checkpoint
-from bifocals.training.data import Blocks, DataError, load_blocks, load_documents, load_tokens
-from bifocals.training.exact import ExactTrainer, arguments_of
-from bifocals.training.flops import peak_flops, training_flops
-from bifocals.training.lm import lm_loss
+from bifocals.training.context import ContextOptions, measure_beyond, stretch
+from bifocals.training.data import Blocks, DataError, load_blocks
+from bifocals.training.flops import forward_flops
+from bifocals.training.mass import calibrate
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
 from bifocals.training.processes import is_first_process, join_processes
-from bifocals.training.run import CHECKPOINTS, RESULTS, open_run, training
-from bifocals.training.tokenizer import train_tokenizer
-from bifocals.training.watch import Progress, Report
+from bifocals.training.run import CHECKPOINTS, RESULTS, calibration, expect_accelerate, open_run, training
+from bifocals.training.tokenizer import token_bytes, train_tokenizer
+from bifocals.training.watch import Report
+from bifocals.training.whole import WholeTrainer
 
 
 def pretrain(
@@ -45,46 +47,65 @@ def pretrain(
     focal: FocalConfig,
     focus: FocusConfig | None = None,
     options: PretrainOptions | None = None,
+    longer: ContextOptions | None = None,
     held_out: int = 16,
     resume: bool = False,
     report: Report = lambda progress: None,
 ) -> dict[str, Any]:
     """Write the model, its lens and its results into ``out``; returns the results."""
     options = preset.options if options is None else options
+    longer = ContextOptions() if longer is None else longer
+    length = longer.context or preset.context
+    expect_accelerate()
     join_processes()
     tokenizer = train_tokenizer(sources, preset.vocabulary)
-    blocks = load_blocks(sources, tokenizer, preset.context, part="fitting")
-    kept_out = load_blocks(sources, tokenizer, preset.context, part="held-out", limit=held_out)
-    if len(blocks.tokens) < options.batch:
-        raise DataError(
-            f"Expected text for one batch, {options.batch} sequences of {preset.context} tokens, got "
-            f"{len(blocks.tokens)}. Give more text, or a smaller batch."
-        )
-    lens = new_lens(preset, tokenizer, focal, focus, options.seed)
+    blocks = load_blocks(sources, tokenizer, length, part="fitting")
+    kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
+    expect_one_batch(blocks, options.batch)
+    lens = new_lens(preset, tokenizer, focal, focus, longer, options.seed)
     described = describe(lens, blocks, options)
     open_run(out, described, resume)
-    start = time.perf_counter()
-    losses = train_everything(lens, blocks.tokens, kept_out.tokens, out / CHECKPOINTS, options, report)
-    results = {**losses, "seconds": time.perf_counter() - start, **described}
+    if focus is not None:
+        lens.mode = "soft"
+    with training(lens, is_full=True):
+        trainer = WholeTrainer(lens, blocks.tokens, kept_out.tokens, out / CHECKPOINTS, options, report=report)
+        trainer.train_from(last_checkpoint(out / CHECKPOINTS))
+    lens.model.eval()
+    lens.mode = "hard"
+    if focus is not None and focus.score == "network":
+        calibrate(lens, blocks.tokens, calibration(lens, blocks), domains=blocks.domains)
+    results = {**asdict(trainer.trained()), **described}
     if is_first_process():
-        loss = losses["validation"][-1]["loss"]
-        results |= {"bits_per_byte": loss / math.log(2) * tokens_per_byte(sources, tokenizer)}
-        results |= {"surroundings": surroundings()}
-        if not (out / "model").exists():
-            with new_folder(out / "model") as aside:
-                lens.model.save_pretrained(aside)
-                tokenizer.save_pretrained(aside)
-        lens.save(out / "lens")
-        write_json(out / RESULTS, results)
+        results["held_out"] = measure(lens, blocks.tokens, kept_out.tokens, tokenizer)
+        results["beyond"] = measure_beyond(lens.model, sources, tokenizer, length, limit=held_out)
+        results["surroundings"] = surroundings()
+        save(lens, tokenizer, out, results)
     return results
 
 
-def new_lens(preset: Preset, tokenizer: Any, focal: FocalConfig, focus: FocusConfig | None, seed: int) -> Lens:
+def new_lens(
+    preset: Preset,
+    tokenizer: Any,
+    focal: FocalConfig,
+    focus: FocusConfig | None,
+    longer: ContextOptions,
+    seed: int,
+) -> Lens:
     """On a model of the preset's shape, random by the seed alone."""
+    config = preset.config(eos_token_id=tokenizer.eos_token_id)
+    stretch(config, longer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(preset.config(eos_token_id=tokenizer.eos_token_id))
+        model = Qwen3ForCausalLM(config)
         return attach(model, focal, *([] if focus is None else [focus]))
+
+
+def expect_one_batch(blocks: Blocks, batch: int) -> None:
+    if len(blocks.tokens) < batch:
+        raise DataError(
+            f"Expected text for one batch, {batch} sequences of {blocks.tokens.shape[1]} tokens, got "
+            f"{len(blocks.tokens)}. Give more text, or a smaller batch."
+        )
 
 
 def describe(lens: Lens, blocks: Blocks, options: PretrainOptions) -> dict[str, Any]:
@@ -92,7 +113,8 @@ def describe(lens: Lens, blocks: Blocks, options: PretrainOptions) -> dict[str, 
     config = lens.model.config
     shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     return {
-        "model": {name: getattr(config, name) for name in shape},
+        "model": {name: getattr(config, name, None) for name in (*shape, "rope_parameters")},
+        "parameters": lens.model.num_parameters(),
         "focal": None if lens.focal is None else asdict(lens.focal),
         "focus": None if lens.focus is None else asdict(lens.focus),
         "options": asdict(options),
@@ -103,116 +125,38 @@ def describe(lens: Lens, blocks: Blocks, options: PretrainOptions) -> dict[str, 
     }
 
 
-def tokens_per_byte(sources: Sequence[str], tokenizer: Any) -> float:
-    """Of the text held out: what turns nats per token into nats per byte."""
-    tokens = sum(len(load_tokens(source, tokenizer, "held-out")) for source in sources)
-    documents = [text for source in sources for text in load_documents(source, "held-out")]
-    return tokens / sum(len(text.encode("utf-8", "surrogatepass")) for text in documents)
-
-
-def train_everything(
-    lens: Lens, blocks: Tensor, held_out: Tensor, folder: Path, options: PretrainOptions, report: Report
-) -> dict[str, Any]:
-    """Model and lens; returns the losses of every step, those on ``held_out``, operations and utilisation."""
-    if lens.focus is not None:
-        lens.mode = "soft"
-    with training(lens, is_full=True):
-        trainer = Pretrainer(lens, blocks, held_out, folder, options, report)
-        trainer.train_from(last_checkpoint(folder))
-    lens.model.eval()
-    lens.mode = "hard"
-    history = trainer.state.log_history
+def measure(lens: Lens, blocks: Tensor, held_out: Tensor, tokenizer: Any) -> dict[str, float]:
+    """On text held out: nats per token, also of the best guess without context; bits per byte; operations."""
+    losses = [block_loss(lens.model, block) for block in held_out]
+    loss = sum(losses) / len(losses)
+    predicted = held_out[:, 1:]
+    bytes_of = torch.tensor(token_bytes(tokenizer))
+    kept = 1.0 if lens.focus is None else lens.measure(held_out[:4]).pairs_kept
     return {
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-        "validation": [
-            {"step": entry["step"], "loss": entry["validation"]} for entry in history if "validation" in entry
-        ],
-        "training_flops": trainer.flops_per_step * options.steps,
-        "utilisation": trainer.utilisation,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "unigram_loss": unigram_loss(blocks, predicted, len(bytes_of)),
+        "bits_per_byte": loss * predicted.numel() / math.log(2) / bytes_of[predicted].sum().item(),
+        "pairs_kept": kept,
+        "flops_per_token": forward_flops(lens.model, held_out.shape[1], kept),
     }
 
 
-class Pretrainer(ExactTrainer):
-    """Trains model and lens by the language-model loss, AdamW, warm-up and a cosine to a tenth."""
-
-    def __init__(
-        self, lens: Lens, blocks: Tensor, held_out: Tensor, folder: Path, options: PretrainOptions, report: Report
-    ) -> None:
-        self.options, self.held_out = options, held_out
-        self.validation: float | None = None
-        self.utilisation: float | None = None
-        self.flops_per_step = training_flops(lens.model, blocks.shape[1]) * options.batch * blocks.shape[1]
-        args = arguments_of(
-            options,
-            folder,
-            max_steps=options.steps,
-            learning_rate=options.rate,
-            lr_scheduler_type="cosine_with_min_lr",
-            lr_scheduler_kwargs={"min_lr_rate": 0.1},
-            weight_decay=options.weight_decay,
-            adam_beta2=0.95,
-        )
-        super().__init__(lens, blocks, args, batch=options.batch, is_full=True)
-        self.add_callback(Validating(self, report))
-
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *others: Any, **more: Any) -> Any:
-        return self.expect_finite(lm_loss(model, self.lens, inputs["input_ids"]))
-
-    def log(self, logs: dict[str, float], *others: Any) -> None:
-        if self.validation is not None:
-            logs, self.validation = {**logs, "validation": self.validation}, None
-        super().log(logs, *others)
-
-    def validate(self) -> float:
-        """Nats per token of the text held out, by the pattern that will run."""
-        before = self.lens.mode
-        self.lens.mode = "hard"
-        try:
-            losses = [block_loss(self.lens.model, block) for block in self.held_out]
-        finally:
-            self.lens.mode = before
-        return sum(losses) / len(losses)
+def unigram_loss(blocks: Tensor, predicted: Tensor, vocabulary: int) -> float:
+    """Nats per token of guessing by frequency alone, each token counted once more than it was seen."""
+    counts = torch.bincount(blocks.flatten(), minlength=vocabulary).double() + 1
+    return -(counts / counts.sum()).log()[predicted].mean().item()
 
 
-class Validating(TrainerCallback):
-    """After each step: one step of the balance, now and then the loss on held-out text, and a report."""
+def save(lens: Lens, tokenizer: Any, out: Path, results: dict[str, Any]) -> None:
+    """The results come last: where they are, everything is."""
+    if not (out / "model").exists():
+        with new_folder(out / "model") as aside:
+            lens.model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+    lens.save(out / "lens")
+    if "temperatures" in results["validation"][-1] and find_spec("matplotlib") is not None:
+        from bifocals.plots import draw_temperatures, save_figure
 
-    def __init__(self, trainer: Pretrainer, report: Report) -> None:
-        self.trainer, self.report = trainer, report
-        self.start, self.first_step, self.seconds_validating = 0.0, 0, 0.0
-        self.hard_loss: float | None = None
-        self.peak = 0.0
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
-        dtype = torch.bfloat16 if self.trainer.options.precision == "bfloat16" else torch.float32
-        self.peak = peak_flops(args.device, dtype)
-        self.start, self.first_step = time.perf_counter(), state.global_step
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
-        self.trainer.lens.step_balance()
-        step = state.global_step
-        is_due = step % self.trainer.options.evaluate_every == 0 or step == state.max_steps
-        if is_due and state.is_world_process_zero:
-            before = time.perf_counter()
-            self.trainer.validation = self.hard_loss = self.trainer.validate()
-            self.seconds_validating += time.perf_counter() - before
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
-        if not state.is_world_process_zero or "loss" not in logs:
-            return
-        done = state.global_step - self.first_step
-        seconds = time.perf_counter() - self.start - self.seconds_validating
-        self.trainer.utilisation = self.trainer.flops_per_step * done / seconds / self.peak
-        tokens = done * self.trainer.options.batch * self.trainer.held_out.shape[1]
-        left = seconds / done * (state.max_steps - state.global_step)
-        self.report(
-            Progress(
-                "everything",
-                state.global_step,
-                state.max_steps,
-                logs["loss"],
-                tokens_per_second=tokens / seconds,
-                seconds_left=left,
-                hard_loss=self.hard_loss,
-            )
-        )
+        save_figure(draw_temperatures(results["validation"]), out / "temperatures.png")
+    write_json(out / RESULTS, results)

@@ -172,6 +172,11 @@ def open_run(out: Path, described: dict[str, Any], resume: bool) -> None:
         write_json(path, described)
 
 
+def expect_accelerate() -> None:
+    if find_spec("accelerate") is None:
+        raise ValueError("Training by gradients needs accelerate. Install it: pip install 'bifocals[training]'")
+
+
 def _fit_by_mass(
     lens: Lens, blocks: Blocks, folder: Path, options: MassOptions, report: Report
 ) -> dict[str, list[float]]:
@@ -203,8 +208,7 @@ def _fit_through_model(
     lens: Lens, blocks: Blocks, watched: Tensor, folder: Path, options: TrainOptions, report: Report
 ) -> dict[str, list[float]]:
     """Phase by phase; returns the losses of each."""
-    if find_spec("accelerate") is None:
-        raise ValueError("Fitting through the model needs accelerate. Install it: pip install 'bifocals[training]'")
+    expect_accelerate()
     from bifocals.training.trainer import LensTrainer
 
     losses = {}

@@ -39,6 +39,15 @@ def train_tokenizer(sources: Sequence[str], vocabulary: int, *, part: Part = "fi
     return PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END, clean_up_tokenization_spaces=False)
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """How many bytes of text each token stands for; the end of text stands for none.
+
+    A byte-level tokenizer writes every byte as one character.
+    """
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return [0 if token == END else len(token) for token in tokens]
+
+
 def _train(documents: list[str], vocabulary: int) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

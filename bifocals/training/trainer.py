@@ -34,11 +34,11 @@ class LensTrainer(ExactTrainer):
         is_full: bool,
         report: Report,
     ) -> None:
-        self.options, self.held_out = options, held_out
+        self.options, self.held_out, self.is_full = options, held_out, is_full
         self.loss_of = LOSSES["lm" if is_full else options.objective]
         self.looked: Look | None = None
         args = training_arguments(options, folder, is_full)
-        super().__init__(lens, blocks, args, batch=options.batch, is_full=is_full)
+        super().__init__(lens, blocks, folder, args, batch=options.batch)
         self.add_callback(Watching(self, report))
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *others: Any, **more: Any) -> Any:

@@ -1,16 +1,18 @@
 """A model from scratch: what is saved, that a stopped run goes on exactly, and how it says no."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bifocals import FocalConfig, FocusConfig, fold, load
 from bifocals.training.checkpoint import CheckpointError
-from bifocals.training.data import DataError
+from bifocals.training.context import ContextOptions
+from bifocals.training.data import DataError, load_blocks
 from bifocals.training.flops import forward_flops
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
@@ -20,6 +22,7 @@ OPTIONS = PretrainOptions(steps=6, batch=4, micro_batch=2, warm_up=2, save_every
 SMALL = Preset(hidden=32, intermediate=48, layers=2, heads=2, vocabulary=300, context=32, options=OPTIONS)
 FOCAL = FocalConfig(temperature=0.4)
 LEARNED = FocalConfig(form="token")
+REFINED = FocalConfig(form="length", per="head")
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. "
 
 
@@ -38,7 +41,7 @@ def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path
     results = run(text, tmp_path / "out")
     assert results["losses"][-1] < results["losses"][0]
     assert [each["step"] for each in results["validation"]] == [3, 6]
-    assert 0 < results["bits_per_byte"] < 8
+    assert results["held_out"]["loss"] == results["validation"][-1]["loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
     stock = {name for name, _ in model.named_parameters()}
     load(model, tmp_path / "out" / "lens")
@@ -52,33 +55,87 @@ def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path
 
 @pytest.mark.parametrize(
     ("focal", "focus"),
-    [(FOCAL, None), (LEARNED, None), (FOCAL, FocusConfig(groups=2, window=4, sinks=1))],
-    ids=["constant", "learned", "with Focus"],
+    [(FOCAL, None), (REFINED, FocusConfig(groups=2, window=4, sinks=1))],
+    ids=["constant", "learned, with Focus"],
 )
 def test_a_stopped_run_goes_on_exactly(focal, focus, text, tmp_path, monkeypatch):
     whole = run(text, tmp_path / "whole", focal=focal, focus=focus)
-    from bifocals.training.pretrain import Pretrainer
+    from bifocals.training.whole import WholeTrainer
 
     def stop(self, model, inputs, *others, **more):
         if self.state.global_step == 4:
             raise KeyboardInterrupt
         return compute_loss(self, model, inputs, *others, **more)
 
-    compute_loss = Pretrainer.compute_loss
-    monkeypatch.setattr(Pretrainer, "compute_loss", stop)
+    compute_loss = WholeTrainer.compute_loss
+    monkeypatch.setattr(WholeTrainer, "compute_loss", stop)
     with pytest.raises(KeyboardInterrupt):
         run(text, tmp_path / "parts", focal=focal, focus=focus)
-    monkeypatch.setattr(Pretrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(WholeTrainer, "compute_loss", compute_loss)
     parts = run(text, tmp_path / "parts", focal=focal, focus=focus, resume=True)
     assert parts["losses"] == whole["losses"]
     assert parts["validation"] == whole["validation"]
 
 
-def test_a_learned_temperature_moves_and_is_saved(text, tmp_path):
-    run(text, tmp_path / "out", focal=LEARNED)
+def test_what_temperatures_were_learned_is_stored_and_drawn(text, tmp_path):
+    results = run(text, tmp_path / "out", focal=REFINED)
+    stored = json.loads((tmp_path / "out" / "results.json").read_text())["validation"]
+    assert stored == results["validation"]
+    for layer in ("0", "1"):
+        for head in stored[-1]["temperatures"][layer]:
+            assert 0.1 < head["min"] <= head["mean"] <= head["max"] < 2.0
+        assert len(stored[-1]["temperatures"][layer]) == 2
+    assert stored[-1]["temperatures"] != stored[0]["temperatures"]
+    assert (tmp_path / "out" / "temperatures.png").read_bytes().startswith(b"\x89PNG")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     lens = load(model, tmp_path / "out" / "lens")
-    assert all(layer.temperature.weight.abs().sum() > 0 for layer in lens.layers.values())
+    assert all(layer.temperature.exponent.abs().sum() > 0 for layer in lens.layers.values())
+
+
+def test_bits_per_byte_are_the_bits_of_the_predicted_tokens_over_their_bytes(text, tmp_path):
+    results = run(text, tmp_path / "out")
+    folder = tmp_path / "out" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    load(model, tmp_path / "out" / "lens")
+    bits, size = 0.0, 0
+    for block in load_blocks(text, tokenizer, 32, part="held-out", limit=2).tokens:
+        with torch.no_grad():
+            chances = model(block[None]).logits[0].double().softmax(dim=-1)
+        for place in range(1, len(block)):
+            bits -= math.log2(chances[place - 1, block[place]])
+            size += len(tokenizer.decode(block[place : place + 1], skip_special_tokens=True).encode())
+    assert results["held_out"]["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
+
+
+def test_networks_of_focus_are_calibrated_after_training(text, tmp_path):
+    focus = FocusConfig.network(groups=4, top_k=1, window=4, sinks=1, dim=8)
+    results = run(text, tmp_path / "out", focus=focus)
+    assert 0.2 < results["held_out"]["pairs_kept"] < 0.7
+
+
+@pytest.mark.parametrize("rope", ["linear", "ntk", "yarn"])
+def test_a_stretched_model_is_stock_and_measured_past_its_context(rope, text, tmp_path):
+    longer = ContextOptions(context=64, rope=rope, factor=2.0)
+    results = run(text, tmp_path / "out", longer=longer)
+    assert results["length"] == 64
+    assert results["beyond"]["length"] == 128
+    assert len(results["beyond"]["by_part"]) == 8
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").config
+    assert saved.max_position_embeddings == 64
+    assert saved.rope_parameters["rope_type"] == {"ntk": "default"}.get(rope, rope)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope": "yarn"}, r"a factor in \(1, 1000\]"),
+        ({"factor": 2.0}, "factor 1 without rope"),
+        ({"context": 1}, "context >= 2"),
+    ],
+)
+def test_a_context_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ContextOptions(**changes)
 
 
 def test_a_corpus_shorter_than_one_batch_is_refused_before_anything_is_written(tmp_path):
