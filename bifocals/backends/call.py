@@ -21,7 +21,7 @@ Keys = Float[Tensor, "batch kv_head key dim"]
 Mask = Float[Tensor, "#batch #head query key"]
 LogSumExp = Float[Tensor, "batch head query"]
 
-LEAF = 192  # rows of the smallest causal call, at most
+LEAF = 288  # rows of the smallest causal call, at most
 
 
 def attend(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bifocals.backends import sparse
-from bifocals.backends.pattern import Pattern
+from bifocals.backends.pattern import Groups, Pattern
 from bifocals.segments import segment_starts
 
 
@@ -100,13 +100,10 @@ def as_pattern(
         keys = segments.shape[1]
         starts = segment_starts(keys, segments, segments.device)
         ends = keys - segment_starts(keys, segments.flip(1), segments.device).flip(1)
+    groups = Groups.of(membership.flatten(0, 1), key_membership.flatten(0, 1))
     # With a softcap a call is written out in tensors: only tiles keep that small.
-    is_diagonal = (
-        softcap is None
-        and is_causal
-        and segments is None
-        and reach > key_membership.shape[2]
-        and torch.equal(membership, key_membership)
-        and bool((membership.sum(dim=-1) == 1).all())
+    is_whole = softcap is None and is_causal and segments is None and reach > key_membership.shape[2]
+    is_diagonal = is_whole and groups.are_shared
+    return Pattern(
+        membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal, groups, is_diagonal
     )
-    return Pattern(membership, key_membership, segments, starts, ends, window, sinks, reach, is_causal, is_diagonal)

@@ -46,7 +46,8 @@ class Pattern:
     sinks: int
     reach: int  # keys at this distance or beyond are not read at all
     is_causal: bool
-    is_diagonal: bool  # every token is in one group, and reads it: then also what is near there is read by group
+    groups: "Groups"
+    is_diagonal: bool  # groups are shared and nothing else cuts them: what is near there is also read by group
 
     @property
     def queries(self) -> int:
@@ -112,8 +113,7 @@ class Staircase(Places):
 def key_orders(pattern: Pattern) -> Iterator[KeyOrder]:
     """Sort the keys by group, a few streams at a time so that sorted copies stay small."""
     routers = pattern.membership.shape[1]
-    turns, group, groups = group_numbers(pattern.membership.flatten(0, 1), pattern.key_membership.flatten(0, 1))
-    buckets = groups + 1
+    group, buckets = pattern.groups.of_keys, pattern.groups.count + 1
     position = np.arange(pattern.keys)
     start = 0 if pattern.starts is None else pattern.starts.cpu().numpy()
     is_real = None if pattern.segments is None else pattern.segments.cpu().numpy() >= 0
@@ -138,42 +138,55 @@ def key_orders(pattern: Pattern) -> Iterator[KeyOrder]:
         code.sort()
         if len(code):
             of_stream = code // (buckets * pattern.keys)
-            yield KeyOrder(of_stream, code % pattern.keys, code, buckets, streams, [turn[streams] for turn in turns])
+            yield KeyOrder(
+                of_stream, code % pattern.keys, code, buckets, streams, [turn[streams] for turn in pattern.groups.turns]
+            )
 
 
-def group_numbers(
-    reads: Bool[Tensor, "stream query group"], holds: Bool[Tensor, "stream key group"]
-) -> tuple[list[Int[np.ndarray, "stream query"]], Int[np.ndarray, "stream key"], int]:
-    """The groups of queries, one by one; the group of each key, or -1; and how many groups there are.
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Of each stream: the groups that its queries read, one by one, and the group that each key is in; -1: none."""
 
-    Where keys are in several groups, their sets of groups become the groups.
-    """
-    counts, group = _count_and_number(holds)
-    groups = holds.shape[-1]
-    if counts.max() > 1:
-        label = torch.zeros(holds.shape[:2], dtype=torch.long, device=holds.device)
-        for some in holds.split(40, dim=-1):  # as many groups as fit beside a label in one integer
-            bits = (some.long() << torch.arange(some.shape[-1], device=some.device)).sum(dim=-1)
-            label = torch.unique(label << 40 | bits, return_inverse=True)[1]
-        groups = int(label.max()) + 1
-        sets = torch.zeros(groups, holds.shape[-1], device=holds.device)
-        sets[label] = holds.float()
-        group = np.where(counts > 0, label.cpu().numpy(), -1)
-        reads = reads.float() @ sets.T > 0
-    counts, first = _count_and_number(reads)
-    if (most := int(counts.max())) <= 1:
-        return [first], group, groups
-    rank = reads.cumsum(dim=-1, dtype=torch.int32)
-    return [_count_and_number(reads & (rank == turn))[1] for turn in range(1, most + 1)], group, groups
+    turns: list[Int[np.ndarray, "stream query"]]  # the first of each query, the second, ...
+    of_keys: Int[np.ndarray, "stream key"]
+    count: int
+
+    @classmethod
+    def of(cls, reads: Bool[Tensor, "stream query group"], holds: Bool[Tensor, "stream key group"]) -> "Groups":
+        """Where keys are in several groups, their sets of groups become the groups."""
+        of_keys, count = _listed(holds), holds.shape[-1]
+        if len(of_keys) > 1:
+            label = torch.zeros(holds.shape[:2], dtype=torch.long, device=holds.device)
+            for some in holds.split(40, dim=-1):  # as many groups as fit beside a label in one integer
+                bits = (some.long() << torch.arange(some.shape[-1], device=some.device)).sum(dim=-1)
+                label = torch.unique(label << 40 | bits, return_inverse=True)[1]
+            count = int(label.max()) + 1
+            sets = torch.zeros(count, holds.shape[-1], device=holds.device)
+            sets[label] = holds.float()
+            of_keys = [np.where(of_keys[0] >= 0, label.cpu().numpy(), -1)]
+            reads = reads.float() @ sets.T > 0
+        return cls(_listed(reads), of_keys[0], count)
+
+    @property
+    def are_shared(self) -> bool:
+        """Every token is in one group, and reads that one."""
+        (first, *others), of_keys = self.turns, self.of_keys
+        return not others and bool((of_keys >= 0).all()) and np.array_equal(first, of_keys)
 
 
-def _count_and_number(
-    membership: Bool[Tensor, "stream token group"],
-) -> tuple[Int[np.ndarray, "stream token"], Int[np.ndarray, "stream token"]]:
-    """In how many groups each token is, and in which if it is in one (-1: in none)."""
-    number = torch.arange(1, membership.shape[-1] + 1, dtype=torch.float32, device=membership.device)
-    both = (membership.float() @ torch.stack([torch.ones_like(number), number], dim=1)).long().cpu().numpy()
-    return both[..., 0], both[..., 1] - 1
+def _listed(membership: Bool[Tensor, "stream token group"]) -> list[Int[np.ndarray, "stream token"]]:
+    """The first group of each token (-1: none), the second, and so on; as many lists as any token has groups."""
+    streams, tokens, groups = membership.shape
+    where = np.flatnonzero(membership.cpu().numpy())
+    if len(where) == streams * tokens:
+        group = where - np.arange(len(where)) * groups
+        if ((group >= 0) & (group < groups)).all():
+            return [group.reshape(streams, tokens)]
+    token, group = np.divmod(where, groups)
+    turn = np.arange(len(where)) - np.searchsorted(token, token)
+    turns = np.full((turn.max(initial=0) + 1, streams * tokens), -1)
+    turns[turn, token] = group
+    return list(turns.reshape(-1, streams, tokens))
 
 
 def staircases(pattern: Pattern, order: KeyOrder) -> Iterator[Staircase]:
@@ -227,11 +240,13 @@ def staircases(pattern: Pattern, order: KeyOrder) -> Iterator[Staircase]:
 def _diagonal(pattern: Pattern, order: KeyOrder) -> Staircase:
     """Rows and keys in the same order: each row reads the keys of its group up to itself."""
     bucket = order.code // pattern.keys
-    sizes = np.unique(bucket, return_counts=True)[1]
+    sizes = np.bincount(bucket)
+    sizes = sizes[sizes > 0]
     place = np.arange(len(bucket))
     low = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    group = order.turns[0][order.stream - order.streams.start, order.index]
-    is_counted = bucket % order.buckets == group
+    is_counted = np.ones(len(bucket), dtype=bool)
+    if pattern.sinks:
+        is_counted = bucket % order.buckets == order.turns[0][order.stream - order.streams.start, order.index]
     return Staircase(order.stream, order.index, low, place + 1, sizes.tolist(), is_first=True, is_counted=is_counted)
 
 

@@ -30,8 +30,11 @@ def forward(
     batch, heads, length, dim = query.shape
     routers = pattern.membership.shape[1]
     # In this layout transformers reshapes to (batch, length, head * dim) without a copy; one vector more for padding.
-    all_out = query.new_zeros(batch * length * heads + 1, dim)
-    all_lse = query.new_full((batch * length * heads + 1,), -torch.inf, dtype=_precision(query))
+    all_out = query.new_empty(batch * length * heads + 1, dim)
+    all_lse = query.new_empty(batch * length * heads + 1, dtype=_precision(query))
+    if not pattern.is_diagonal:  # there, every query has far keys, if only itself
+        all_out.zero_()
+        all_lse.fill_(-torch.inf)
     out = all_out[:-1].view(batch, length, heads, dim).transpose(1, 2)
     lse = all_lse[:-1].view(batch, length, heads).transpose(1, 2)
     of_query, of_key, of_value, of_out = (Heads(tensor, routers) for tensor in (query, key, value, out))
@@ -62,12 +65,14 @@ def forward(
         )
         merge(tile.rows(out), tile.rows(lse[..., None])[..., 0], part, part_lse)
 
+    is_awake = False  # the worker threads
     for order in key_orders(pattern):
         read = partial(read_far, of_key.where(order), of_value.where(order))
         for staircase in staircases(pattern, order):
             run(_pieces(staircase, read), query.device)
+            is_awake |= staircase.area > SMALL
     for tiles in near_tiles(query, pattern):
-        run([Piece(tile.area, partial(read_near, tile)) for tile in tiles], query.device)
+        run([Piece(tile.area, partial(read_near, tile)) for tile in tiles], query.device, is_awake=is_awake)
     return out, lse
 
 

@@ -37,6 +37,7 @@ SLACK = 64  # keys of padding that a narrow tile may always have; beyond, a quar
 TOGETHER = 1 << 20  # elements of the masks of tiles that are run together
 NEAR_TOGETHER = 1 << 18  # the same for near tiles
 LISTED = 1 << 14  # rows of short groups that are run together
+PADDING = 1 << 18  # pairs that are cheaper than another call
 CLOSED = (
     1e30  # taken off a logit for each step that a key lies outside; finite, so that a row without keys stays finite
 )
@@ -129,7 +130,12 @@ def _diagonal_tiles(staircase: Staircase, is_counted: Bool[np.ndarray, " place"]
     groups = sorted(zip(staircase.sizes, (last - staircase.sizes).tolist()))
     while groups:
         least = groups[0][0]
-        some = [group for group in groups[: max(1, LISTED // least)] if group[0] <= 1.06 * least + 16]
+        most = max(1, LISTED // least)
+        some = [
+            group
+            for number, group in enumerate(groups[:most], start=1)
+            if number * (group[0] ** 2 - least**2) <= PADDING
+        ]
         groups = groups[len(some) :]
         size, first = np.array(some).T[..., None]
         place = np.arange(causal_length(int(size.max())))
@@ -261,12 +267,14 @@ class Grouped(NamedTuple):
 
     @classmethod
     def of(cls, pattern: Pattern) -> "Grouped":
-        reads = holds = pattern.membership.float()
+        # On the host and alone: threads that torch had used for this would be in the way of our own.
+        reads = holds = pattern.membership.cpu().numpy().astype(np.float32)
         if pattern.sinks:  # they are listed in every group
-            is_sink = (torch.arange(pattern.keys, device=reads.device) < pattern.sinks).float()
-            reads = torch.cat([reads, torch.ones_like(reads[..., :1])], dim=-1)
-            holds = torch.cat([holds, is_sink[:, None].expand_as(holds[..., :1])], dim=-1)
-        return cls(reads, holds)
+            is_sink = (np.arange(pattern.keys) < pattern.sinks)[:, None].astype(np.float32)
+            reads = np.concatenate([reads, np.ones_like(reads[..., :1])], axis=-1)
+            holds = np.concatenate([holds, np.broadcast_to(is_sink, reads[..., :1].shape)], axis=-1)
+        device = pattern.membership.device
+        return cls(*(torch.from_numpy(side).to(device) for side in (reads, holds)))
 
 
 def near_tiles(query: Tensor, pattern: Pattern, *, is_disjoint: bool = False) -> Iterator[list[NearTile]]:
@@ -282,21 +290,24 @@ def near_tiles(query: Tensor, pattern: Pattern, *, is_disjoint: bool = False) ->
     # Regular tiles are whole and all their keys exist; those at the two ends are cut to size, each alone.
     first = min(max(0, math.ceil((pattern.window - pattern.offset) / rows)), math.ceil(pattern.queries / rows))
     last = max(first, (pattern.queries - after) // rows)
+    lists: list[list[NearTile]] = []
     for begin, stop in ((0, min(first * rows, pattern.queries)), (last * rows, pattern.queries)):
         for row in range(begin, stop, TILE):
             until = min(row + TILE, stop)
             low = max(0, pattern.offset + row - pattern.window)
             high = min(pattern.keys, pattern.offset + until + after)
-            yield [NearTile(*site, row, until - row, low, high - low) for site in sites]
+            lists.append([NearTile(*site, row, until - row, low, high - low) for site in sites])
     phases = math.ceil(span / rows) if is_disjoint else 1
-    most = max(1, NEAR_TOGETHER // (rows * query.shape[1] * max(query.shape[3], span)))
+    calls = max(1, round((last - first) * rows * query.shape[1] * max(query.shape[3], span) / NEAR_TOGETHER / phases))
+    most = max(1, math.ceil((last - first) / phases / calls))
     for phase in range(phases):
         regular = []
         for begin in range(first + phase, last, phases * most):
             key = pattern.offset + begin * rows - pattern.window
             count = min(most, math.ceil((last - begin) / phases))
             regular += [NearTile(*site, begin * rows, rows, key, span, phases * rows, count) for site in sites]
-        yield regular
+        lists.append(regular)
+    yield from lists if is_disjoint else [[tile for tiles in lists for tile in tiles]]
 
 
 @lru_cache(maxsize=64)

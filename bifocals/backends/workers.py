@@ -21,11 +21,14 @@ class Piece(NamedTuple):
     work: Callable[[], None]
 
 
-def run(pieces: Sequence[Piece], device: torch.device) -> None:
-    """Run all pieces, large ones first. Accelerators get them one by one: there, calls only queue up."""
+def run(pieces: Sequence[Piece], device: torch.device, *, is_awake: bool = False) -> None:
+    """Run all pieces, large ones first. Accelerators get them one by one: there, calls only queue up.
+
+    ``is_awake``: the threads have just been running, so that small work is worth sharing too.
+    """
     pieces = sorted(pieces, key=lambda piece: -piece.size)
     left = sum(piece.size for piece in pieces)
-    cores = torch.get_num_threads() if device.type == "cpu" and left > SMALL else 1
+    cores = torch.get_num_threads() if device.type == "cpu" and (left > SMALL or is_awake) else 1
     # A piece larger than one core's share would keep the others waiting: it gets all of them.
     alone = 0 if cores > 1 else len(pieces)
     while alone < len(pieces) and pieces[alone].size * cores > 1.5 * left:
