@@ -193,9 +193,10 @@ def _fold(gradient: Float[Tensor, "batch head key dim"], like: Keys) -> Keys:
 
 
 def _aligned(mask: Mask | None, query: Rows, key: Keys) -> Tensor | None:
-    """The CUDA kernel wants rows of its bias to start at multiples of 16 bytes, and every dimension written out."""
+    """The CUDA kernel wants its bias in the precision of the query, rows at multiples of 16 bytes, and no broadcast."""
     if mask is None:
         return None
     keys = key.shape[2]
-    padded = torch.nn.functional.pad(mask.to(query.dtype), (0, -keys % 8))[..., :keys]
+    mask = mask.clamp(min=torch.finfo(query.dtype).min / 2).to(query.dtype)  # finite
+    padded = torch.nn.functional.pad(mask, (0, -keys % 8))[..., :keys]
     return padded.expand(query.shape[0], query.shape[1], -1, -1)

@@ -42,7 +42,7 @@ def forward(
     def read_far(key_where: np.ndarray, value_where: np.ndarray, staircase: Staircase) -> None:
         sorted_query, out_where = Sorted(of_query, of_query.where(staircase)), of_out.where(staircase)
         sorted_key, sorted_value = Sorted(of_key, key_where), Sorted(of_value, value_where)
-        for tile in far_tiles(staircase, query.device, query.dtype):
+        for tile in far_tiles(staircase, query.device, lse.dtype):
             part, part_lse = attend(
                 sorted_query(tile.row),
                 sorted_key(tile.key, tile.pool),
@@ -61,7 +61,7 @@ def forward(
 
     def read_near(tile: NearTile) -> None:
         part, part_lse = attend(
-            tile.rows(query), tile.keys(key), tile.keys(value), tile.mask(heads, query.dtype), scale, softcap
+            tile.rows(query), tile.keys(key), tile.keys(value), tile.mask(heads, lse.dtype), scale, softcap
         )
         merge(tile.rows(out), tile.rows(lse[..., None])[..., 0], part, part_lse)
 
@@ -98,7 +98,7 @@ def backward(
             tile.rows(query),
             tile.keys(key),
             tile.keys(value),
-            tile.mask(query.shape[1], query.dtype),
+            tile.mask(query.shape[1], lse.dtype),
             scale,
             tile.rows(out),
             tile.rows(lse[..., None])[..., 0],
@@ -121,7 +121,7 @@ def backward(
         )
         row_where = rows.where(staircase)
         key_where = np.arange(sorted_key.where.size).reshape(sorted_key.where.shape)
-        for tile in far_tiles(staircase, query.device, query.dtype):
+        for tile in far_tiles(staircase, query.device, lse.dtype):
             tile_lse = sorted_lse(tile.row)[..., 0]
             if tile.is_row is not None:  # rows of padding return nothing, whatever they read
                 is_row = torch.from_numpy(tile.is_row).to(tile_lse.device)[:, None]

@@ -191,13 +191,6 @@ def interval_mask(
     mask = torch.sub(upper, key, out=room).clamp_(max=0)
     if low is not None:
         mask += (key - low.to(device, torch.float32).sub_(0.5).mul_(CLOSED)[..., None]).clamp_(max=0)
-    return _cast(mask, dtype)
-
-
-def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Finite in any type."""
-    if torch.finfo(dtype).max < torch.finfo(torch.float32).max:
-        mask.clamp_(min=torch.finfo(dtype).min / 2)
     return mask.to(dtype)
 
 
@@ -248,7 +241,7 @@ class NearTile:
             reads, holds = (
                 part.flatten(0, 1) for part in (self.rows(self.grouped.reads), self.keys(self.grouped.holds))
             )
-            mask = _cast(torch.baddbmm(band[0], reads, holds.mT, alpha=-CLOSED), dtype).unflatten(0, (self.count, -1))
+            mask = torch.baddbmm(band[0], reads, holds.mT, alpha=-CLOSED).to(dtype).unflatten(0, (self.count, -1))
             routers = mask.shape[1]
             return mask if routers in (1, heads) else mask.repeat_interleave(heads // routers, dim=1)
         shift = torch.arange(self.count, device=device)[:, None] * self.step

@@ -116,6 +116,20 @@ def test_every_backend_equals_the_oracle_in_half_precision(case, dtype):
     assert_forward_agrees(case, dtype, *BACKENDS)
 
 
+@pytest.mark.parametrize("reads", [1, 2])
+def test_no_logit_of_float16_is_too_large_to_be_masked(reads):
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 300, 16, generator=drawn) for _ in range(3))
+    query, key, value = (200 * query).half(), (200 * key).half(), value.half()  # logits of up to a million
+    holds, scores = torch.randint(8, (1, 2, 300), generator=drawn), torch.rand(1, 2, 300, 8, generator=drawn)
+    key_membership = torch.nn.functional.one_hot(holds, 8).bool()
+    membership = scores >= scores.topk(reads).values[..., -1:] if reads > 1 else key_membership
+    how = {"membership": membership, "key_membership": key_membership, "window": 16, "scale": 1.0}
+    exact = reference.focus_attention(query.double(), key.double(), value.double(), **how)
+    out = bifocals.focus_attention(query, key, value, **how, backend="sdpa")
+    torch.testing.assert_close(out.double(), exact, atol=1e-3, rtol=1e-3)
+
+
 def test_a_key_in_some_of_fifty_groups_is_read_once():
     for reads, holds in (("few", "few"), ("three", "many"), ("one", None)):
         case = Case(seed=3, keys=90, queries=90, groups=50, reads=reads, holds=holds, sinks=2)
