@@ -18,6 +18,8 @@ from bifocals.config import FocusConfig
 from bifocals.focal import focal_attention
 from bifocals.segments import is_padding, row_blocks, segment_starts, visible_pairs
 
+Mode = Literal["soft", "sparse", "hard", "off"]
+
 NAME = "bifocals"  # of the attention implementation, and of the lens inside an attention module
 
 STATIC_CACHE = (
@@ -196,7 +198,7 @@ def focus_over_all_pairs(
     pattern: BasePattern,
     focus: FocusConfig,
     *,
-    is_soft: bool,
+    mode: Mode,
     scale: float | None,
     softcap: float | None,
     dropout: float,
@@ -207,7 +209,7 @@ def focus_over_all_pairs(
     segments = pattern.segments_of(keys)
     blocks = row_blocks(queries, keys * heads, pattern.is_causal)
     if len(blocks) > 1:
-        how: dict[str, Any] = {"is_soft": is_soft, "scale": scale, "softcap": softcap, "dropout": dropout}
+        how: dict[str, Any] = {"mode": mode, "scale": scale, "softcap": softcap, "dropout": dropout}
         parts = []
         for start, stop in blocks:
             rows, seen = slice(start, stop), slice(0, keys - queries + stop)
@@ -223,11 +225,11 @@ def focus_over_all_pairs(
     reads, holds = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (reads, holds))
     agreement = reads.to(query.dtype) @ holds.to(query.dtype).mT  # (batch, head, query, key)
     bias = factor = None
-    if not is_soft:
+    if mode != "soft":
         visible = visible & (near | is_sink | (agreement > 0))
-    elif focus.gate == "log":
+    if mode == "sparse" or (mode == "soft" and focus.gate == "log"):
         bias = torch.where(near | is_sink, 1.0, agreement.clamp(min=torch.finfo(agreement.dtype).tiny)).log()
-    else:
+    elif mode == "soft":
         factor = torch.where(near | is_sink, 1.0, torch.sigmoid(focus.slope * agreement))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attended = dense_attention(

@@ -2,7 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import torch
@@ -18,15 +18,14 @@ from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
+from bifocals.gated import gated_focus_attention
 from bifocals.grouped import GroupedLayer
-from bifocals.interface import NAME, BasePattern, base_attention, cross_attention, focus_over_all_pairs
+from bifocals.interface import NAME, BasePattern, Mode, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
 from bifocals.token_router import TokenRouter, may_route_alone
-
-Mode = Literal["soft", "hard", "off"]
 
 
 @dataclass(slots=True)
@@ -156,7 +155,7 @@ class LayerLens(nn.Module):
     @property
     def owner(self) -> tuple[object, ...]:
         """Who a cache belongs to: with the same groups on both sides, a key's groups depend on top_k."""
-        shared = self.focus is not None and self.focus.sides == "same" and self.settings.mode == "hard"
+        shared = self.focus is not None and self.focus.sides == "same" and self.settings.mode in ("sparse", "hard")
         mode = self.settings.mode if self.focus is not None else "on"
         return self.settings.name, mode, self.settings.top_k if shared else 0
 
@@ -222,7 +221,7 @@ class LayerLens(nn.Module):
     def _route(
         self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | GroupedLayer | None
     ) -> tuple[Tensor, Tensor]:
-        """The gates (soft) or groups (hard) of the new tokens, as queries and as keys."""
+        """The gates (soft), those of the groups kept (sparse) or the groups (hard) of the new tokens, on both sides."""
         assert self.router is not None
         assert self.focus is not None
         if self.focus.balance == "sinkhorn" and memory is not None and memory.known > 0:
@@ -237,7 +236,12 @@ class LayerLens(nn.Module):
             routing = self.router(*routed, real)
         if self.settings.mode == "soft":
             return routing.gates()
-        return routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
+        groups: tuple[Tensor, Tensor]
+        groups = routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
+        if self.settings.mode == "hard":
+            return groups
+        reads, holds = (torch.where(member, gate, 0.0) for member, gate in zip(groups, routing.gates()))
+        return reads, holds
 
     def _token_router(self) -> TokenRouter:
         """Prepared at the first token after a prompt, and whenever weights have changed."""
@@ -290,10 +294,10 @@ class LayerLens(nn.Module):
         if blank:
             key, value, holds = (pad(tensor, (0, 0, blank, 0)) for tensor in (key, value, holds))
         keys = key.shape[2]
-        is_soft = self.settings.mode == "soft"
+        mode = self.settings.mode
         if pattern.kind == "holes" or dropout > 0:
             return focus_over_all_pairs(
-                query, key, value, reads, holds, pattern, self.focus, is_soft=is_soft, dropout=dropout, **how
+                query, key, value, reads, holds, pattern, self.focus, mode=mode, dropout=dropout, **how
             )
         how |= {
             "window": window,
@@ -302,7 +306,9 @@ class LayerLens(nn.Module):
             "reach": pattern.reach_over(keys),
             "is_causal": pattern.is_causal,
         }
-        if is_soft:
+        if mode == "sparse":
+            return gated_focus_attention(query, key, value, gates=reads, key_gates=holds, **how)
+        if mode == "soft":
             return soft_focus_attention(
                 query, key, value, gates=reads, key_gates=holds, gate=self.focus.gate, slope=self.focus.slope, **how
             )

@@ -1,7 +1,8 @@
 """Fit either method, or both, to a pretrained model, in place, and take it off again.
 
     lens = attach(model, FocalConfig(temperature=0.4), FocusConfig(groups=8, top_k=2))
-    lens.mode = "hard"      # or "soft", to fit the routers, or "off": the base model, bit for bit
+    lens.mode = "hard"      # or, to fit the routers, "soft": gates on all far pairs, or "sparse": on those kept alone;
+                            # or "off": the base model, bit for bit
     lens.detach()           # the model as it was
 
 Each attention module that the lens covers gets one submodule. The config's attention implementation becomes ours while
@@ -22,8 +23,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bifocals.config import Config, FocalConfig, FocusConfig
 from bifocals.families import Site, attention_sites
-from bifocals.interface import NAME, register
-from bifocals.layer import Captures, LayerLens, Mode, Settings
+from bifocals.interface import NAME, Mode, register
+from bifocals.layer import Captures, LayerLens, Settings
 from bifocals.measure import Measurement, measure_patterns
 from bifocals.network import AnyRouter
 from bifocals.tape import Tape
@@ -114,6 +115,11 @@ class Lens:
     def mode(self, mode: Mode) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode: expected one of {get_args(Mode)}, got {mode!r}. 'off' is the base model.")
+        if mode == "sparse" and self.focus is not None and self.focus.gate != "log":
+            raise ValueError(
+                f"mode 'sparse' has gates on the kept pairs alone: expected gate='log', got {self.focus.gate!r}, which "
+                "never closes. Use mode 'soft'."
+            )
         self._expect_attached()
         self._settings.mode = mode
         for number, config in enumerate(self._configs):

@@ -234,6 +234,45 @@ def soft_focus_attention(
     )
 
 
+def gated_focus_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    gates: Float[Tensor, "batch router query group"],
+    key_gates: Float[Tensor, "batch router2 key group"],
+    window: int,
+    sinks: int = 0,
+    segments: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float | None = None,
+    softcap: float | None = None,
+    is_causal: bool = True,
+    reach: int | None = None,
+) -> Tensor:
+    """The hard pattern of the groups with gates above 0, its far pairs gated: logit + log(g_i.g_j).
+
+    A gate of 0 is closed for good: it gets no gradient.
+    """
+    gates, key_gates = (torch.where(side > 0, side, 0.0) for side in (gates, key_gates))
+    batch, heads, queries, keys = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
+    pairs = focus_pairs(
+        gates > 0,
+        key_gates > 0,
+        window=window,
+        sinks=sinks,
+        heads=heads,
+        segments=segments,
+        is_causal=is_causal,
+        reach=reach,
+    )
+    near = distance(queries, keys, query.device).abs() <= window
+    sink = sink_keys(batch, keys, sinks, segments).to(query.device)[:, None, None, :]
+    agreement = per_head(gates, heads) @ per_head(key_gates, heads).mT
+    added = torch.where((near | sink) | ~pairs, 1.0, agreement).log()
+    return attention(query, key, value, pairs, temperature=temperature, scale=scale, softcap=softcap, gate=added)
+
+
 def sinkhorn(scores: Float[Tensor, "... token group"], rounds: int) -> Float[Tensor, "... token group"]:
     """As printed: normalise over tokens, then over groups, ``rounds`` times."""
     plan = torch.exp(scores - scores.amax(dim=(-1, -2), keepdim=True))

@@ -58,7 +58,8 @@ def focus_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal, softcap)
-    return sparse.backward(grad, query, key, value, out, lse, pattern, scale, softcap)
+    to_query, to_key, to_value = sparse.backward(grad, query, key, value, out, lse, pattern, scale, softcap)
+    return to_query, to_key, to_value
 
 
 @focus_backward.register_fake

@@ -24,9 +24,18 @@ Keys = Float[Tensor, "batch kv_head key dim"]
 
 
 def forward(
-    query: Rows, key: Keys, value: Keys, pattern: Pattern, scale: float, softcap: float | None
+    query: Rows,
+    key: Keys,
+    value: Keys,
+    pattern: Pattern,
+    scale: float,
+    softcap: float | None,
+    far: tuple[Rows, Keys] | None = None,
 ) -> tuple[Rows, Float[Tensor, "batch head query"]]:
-    """Output and log-sum-exp over near and far pairs. What padding returns is not defined."""
+    """Output and log-sum-exp over near and far pairs. What padding returns is not defined.
+
+    ``far``: what queries and keys are to far pairs and sinks, where it is not what they are to near ones.
+    """
     batch, heads, length, dim = query.shape
     routers = pattern.membership.shape[1]
     # In this layout transformers reshapes to (batch, length, head * dim) without a copy; one vector more for padding.
@@ -37,7 +46,8 @@ def forward(
         all_lse.fill_(-torch.inf)
     out = all_out[:-1].view(batch, length, heads, dim).transpose(1, 2)
     lse = all_lse[:-1].view(batch, length, heads).transpose(1, 2)
-    of_query, of_key, of_value, of_out = (Heads(tensor, routers) for tensor in (query, key, value, out))
+    of_query, of_key = (Heads(tensor, routers) for tensor in far or (query, key))
+    of_value, of_out = (Heads(tensor, routers) for tensor in (value, out))
 
     def read_far(key_where: np.ndarray, value_where: np.ndarray, staircase: Staircase) -> None:
         sorted_query, out_where = Sorted(of_query, of_query.where(staircase)), of_out.where(staircase)
@@ -86,11 +96,16 @@ def backward(
     pattern: Pattern,
     scale: float,
     softcap: float | None,
-) -> tuple[Rows, Keys, Keys]:
-    """Exact gradients at the cost of the pattern: each part's backward with the merged output and log-sum-exp."""
+    far: tuple[Rows, Keys] | None = None,
+) -> tuple[Tensor, ...]:
+    """Exact gradients at the cost of the pattern: each part's backward with the merged output and log-sum-exp.
+
+    Of query, key and value; with ``far``, then of those two.
+    """
     to_key, to_value = (tensor.new_zeros(tensor.shape) for tensor in (key, value))
     all_to_query = query.new_zeros(query.shape[:3].numel() + 1, query.shape[3])  # one vector more for padding
     to_query = all_to_query[:-1].view(query.shape)
+    of_near = (to_query, to_key) if far is None else (torch.zeros_like(to_query), torch.zeros_like(to_key))
 
     def return_near(tile: NearTile) -> None:
         parts = attend_backward(
@@ -104,14 +119,13 @@ def backward(
             tile.rows(lse[..., None])[..., 0],
             softcap,
         )
-        tile.rows(to_query).copy_(parts[0])
-        tile.keys(to_key).add_(parts[1])
+        tile.rows(of_near[0]).copy_(parts[0])
+        tile.keys(of_near[1]).add_(parts[1])
         tile.keys(to_value).add_(parts[2])
 
     routers = pattern.membership.shape[1]
-    of_grad, of_query, of_key, of_value, of_out, of_lse = (
-        Heads(tensor, routers) for tensor in (grad, query, key, value, out, lse[..., None])
-    )
+    of_query, of_key = (Heads(tensor, routers) for tensor in far or (query, key))
+    of_grad, of_value, of_out, of_lse = (Heads(tensor, routers) for tensor in (grad, value, out, lse[..., None]))
     rows = Heads(to_query, routers)
 
     def return_far(order: KeyOrder, key_part: Tensor, value_part: Tensor, staircase: Staircase) -> None:
@@ -155,7 +169,7 @@ def backward(
         for target, part in ((to_key, key_part), (to_value, value_part)):
             of_target = Heads(target, routers)
             of_target.vectors.index_add_(0, of_target.index(of_target.where(order)), part[:-1])
-    return to_query, to_key, to_value
+    return (*of_near, to_value, *(() if far is None else (to_query, to_key)))
 
 
 def _pieces(staircase: Staircase, work: Callable[[Staircase], None]) -> list[Piece]:
