@@ -38,6 +38,7 @@ class TrainOptions:
     objective: Literal["lm", "distill"] = option("lm", "The language-model loss, or the base's own predictions.")
     steps: int = option(400, "Optimizer steps of the lens alone, the base frozen.")
     full_steps: int = option(0, "Optimizer steps of everything afterwards: base and lens (full fine-tuning).")
+    sparse: bool = option(False, "Gates on the far pairs kept alone, not on all: steps at the cost of the pattern.")
     batch: int = option(4, "Sequences in one step, over all processes.")
     micro_batch: int = option(1, "Sequences in one forward; gradients are added up to the batch.")
     rate: float = option(5e-3, "Learning rate of the lens.")

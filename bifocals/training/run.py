@@ -212,7 +212,7 @@ def _fit_through_model(
     from bifocals.training.trainer import LensTrainer
 
     losses = {}
-    lens.mode = "soft"
+    lens.mode = "sparse" if options.sparse else "soft"
     for phase, is_full in (("lens", False), *([("everything", True)] if options.full_steps else [])):
         with training(lens, is_full):
             trainer = LensTrainer(lens, blocks.tokens, watched, folder / phase, options, is_full=is_full, report=report)

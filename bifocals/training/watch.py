@@ -50,10 +50,9 @@ class Look:
 
 
 def look(lens: Lens, block: Tensor) -> Look:
-    """Soft and hard on the same text; the lens stays as it was."""
+    """By the gates, in the mode that is trained, and hard, on the same text; the lens stays as it was."""
     before = lens.mode
     try:
-        lens.mode = "soft"
         soft_loss = block_loss(lens.model, block)
         lens.mode = "hard"
         with lens.taped(Tape()) as tape:

@@ -34,11 +34,12 @@ def losses_of(out):
     return json.loads((out / "results.json").read_text())["losses"]
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["soft", "sparse"])
 @pytest.mark.parametrize("objective", ["lm", "distill"])
-def test_fitting_lowers_the_loss_and_leaves_the_base_alone(objective, tmp_path):
+def test_fitting_lowers_the_loss_and_leaves_the_base_alone(objective, sparse, tmp_path):
     model = tiny_model("gpt2", dtype=torch.float32, attn_pdrop=0.1, resid_pdrop=0.1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    options = TrainOptions(objective=objective, steps=20, batch=2, rate=2e-2, watch_every=20)
+    options = TrainOptions(objective=objective, sparse=sparse, steps=20, batch=2, rate=2e-2, watch_every=20)
     results = fit(tmp_path / "out", options, model, sequences=2)
     losses = results["losses"]["lens"]
     assert sum(losses[-5:]) < sum(losses[:5])
@@ -55,7 +56,7 @@ def test_a_fitted_lens_reads_no_token_ahead(tmp_path):
     tokens = tiny_tokens(1, 40)
     changed = tokens.clone()
     changed[0, 30:] = 5
-    for mode in ("soft", "hard"):
+    for mode in ("soft", "sparse", "hard"):
         lens_of(model).mode = mode
         with torch.no_grad():
             assert torch.equal(model(tokens).logits[:, :30], model(changed).logits[:, :30])
@@ -93,12 +94,13 @@ def test_gradients_added_up_over_micro_batches_are_those_of_the_batch(tmp_path):
     torch.testing.assert_close(potentials[0], potentials[1], rtol=1e-6, atol=1e-9)
 
 
-def test_full_fine_tuning_trains_the_base_after_the_lens_and_saves_both(tmp_path):
+@pytest.mark.parametrize("sparse", [False, True], ids=["soft", "sparse"])
+def test_full_fine_tuning_trains_the_base_after_the_lens_and_saves_both(sparse, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tiny_model("llama", dtype=torch.float32)
     before = model.model.embed_tokens.weight.clone()
-    options = TrainOptions(steps=2, full_steps=3, batch=2, save_every=2)
+    options = TrainOptions(steps=2, full_steps=3, sparse=sparse, batch=2, save_every=2)
     results = fit(tmp_path / "out", options, model)
     assert [len(losses) for losses in results["losses"].values()] == [2, 3]
     assert not torch.equal(model.model.embed_tokens.weight, before)
