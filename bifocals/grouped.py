@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicLayer
 
+from bifocals.backends.call import attend
 from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
 from bifocals.growing import Growing, GrowingArray, is_writable
@@ -194,24 +194,26 @@ class GroupedLayer(Memory, DynamicLayer):
     ) -> Float[Tensor, "batch head 1 value_dim"]:
         """In time order: every key, with a mask (made on the host: cheaper calls) over those not read."""
         key, value = self.in_time_order()
-        batch, heads, near = key.shape[0], query.shape[1], key.shape[2] - 1 - self.focus.window
-        mask = None
+        batch, kv_heads, length, dim = key.shape
+        near, mask = length - 1 - self.focus.window, None
+        rows = query.reshape(batch, kv_heads, -1, dim)  # the heads that share keys are the rows of one call
         if near > 0 or any(starts):
-            wanted = np.zeros((*reads.shape[:2], 1, self.focus.groups + 1), dtype=bool)
-            wanted[:, :, 0, 1:] = reads.cpu().numpy()
-            numbers = self._known_numbers()[:, :, None]
-            finest = max(reads.shape[1], numbers.shape[1])
-            wanted, numbers = _repeat(wanted, finest), _repeat(numbers, finest)
-            is_read = np.empty((batch, finest, 1, key.shape[2]), dtype=bool)
+            # Of each number that a key can have, what is added to its logit.
+            added = np.full((*reads.shape[:2], self.focus.groups + 1), -np.inf, dtype=np.float32)
+            added[:, :, 1:][reads.cpu().numpy()] = 0
+            numbers = self._known_numbers()
+            finest = max(reads.shape[1], numbers.shape[1], kv_heads)
+            added, numbers = _repeat(added, finest), _repeat(numbers, finest)
+            masked = np.empty((batch, finest, length), dtype=np.float32)
             for row, start in enumerate(starts):
                 for reader in range(finest):
-                    np.take(wanted[row, reader, 0], numbers[row, reader, 0], out=is_read[row, reader, 0])
-                is_read[row, ..., start : start + self.focus.sinks] = True
-                is_read[row, ..., max(near, 0) :] = True
-                is_read[row, ..., :start] = False
-            mask = torch.from_numpy(_repeat(is_read, heads)).to(query.device)
-        is_grouped = heads != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+                    np.take(added[row, reader], numbers[row, reader], out=masked[row, reader])
+                masked[row, :, start : start + self.focus.sinks] = 0
+                masked[row, :, max(near, 0) :] = 0
+                masked[row, :, :start] = -np.inf
+            mask = torch.from_numpy(masked).to(query.device, torch.promote_types(query.dtype, torch.float32))
+            mask = mask.view(batch, kv_heads, -1, length).expand(-1, -1, rows.shape[2], -1)
+        return attend(rows, key, value, mask, scale)[0].reshape(*query.shape[:3], -1)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
