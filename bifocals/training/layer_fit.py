@@ -33,6 +33,7 @@ NETWORK_RATE, CENTROID_RATE = 1.5e-2, 5e-3
 WARM_UP = 10  # steps
 SOFT = 0.55  # share of the joint steps in which groups form; in the rest they are made even
 POTENTIAL_RATE = 0.2
+START_ROUNDS, FINAL_ROUNDS = 100, 300  # in which potentials are found that make groups even
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
     "Dominance was above {limit:g} times the fair share for {steps} steps in layer {layer}: its groups are collapsing. "
@@ -113,9 +114,9 @@ class LayerFit:
                 continue
             if step == phase.first == 0 and isinstance(router, NetworkRouter):
                 self._standardise(router)
-                even_groups(router, self.layer, self.text, rounds=100)
+                even_groups(router, self.layer, self.text, START_ROUNDS)
             if step == phase.first and phase.name == "queries" and isinstance(router, NetworkRouter):
-                even_groups(router, self.layer, self.text, rounds=300)
+                even_groups(router, self.layer, self.text, FINAL_ROUNDS)
             targets = [self._target(phase, sequence) for sequence in range(len(self.text.domain_of))]
             if step == 0 and isinstance(router, NetworkRouter):
                 self._foretell_means(router, targets)
