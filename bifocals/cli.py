@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bifocals import __version__
+from bifocals.adapt_command import adapt
 from bifocals.pretrain_command import pretrain
 from bifocals.train_command import train
 
@@ -408,6 +409,7 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
 
 main.add_command(train)
 main.add_command(pretrain)
+main.add_command(adapt)
 
 
 @main.command()

@@ -26,7 +26,7 @@ def fold(model: PreTrainedModel) -> PreTrainedModel:
         )
     family = family_of(model)
     temperature = _foldable(lens, family)
-    rows = [row for module in lens.modules() for row in _query_rows(module, family)]
+    rows = [row for module in lens.modules() for row in query_rows(module, family)]
     lens.detach()
     for row in rows:
         row.div_(temperature)
@@ -59,7 +59,7 @@ def _foldable(lens: Lens, family: Family) -> float:
     return lens.focal.temperature
 
 
-def _query_rows(module: nn.Module, family: Family) -> list[Tensor]:
+def query_rows(module: nn.Module, family: Family) -> list[Tensor]:
     """The parameters, or parts of them, that the query is linear in."""
     rows = []
     for query in family.queries:

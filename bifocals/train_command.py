@@ -14,7 +14,7 @@ from bifocals.config import FocalConfig, FocusConfig
 from bifocals.training.baselines import Baseline
 from bifocals.training.context import ContextOptions
 from bifocals.training.mass import MassOptions
-from bifocals.training.options import LoraOptions, PretrainOptions, TrainOptions
+from bifocals.training.options import AdaptOptions, LoraOptions, PretrainOptions, TrainOptions
 from bifocals.training.processes import is_first_process
 from bifocals.training.watch import Progress as Fitted
 
@@ -22,7 +22,7 @@ Kind = TypeVar("Kind")
 KINDS = MassOptions, TrainOptions, LoraOptions
 LABELS: dict[type, str] = {
     MassOptions: "mass", TrainOptions: "lm, distill", LoraOptions: "lora", FocusConfig: "default",
-    PretrainOptions: "nano", FocalConfig: "default", ContextOptions: "default",
+    PretrainOptions: "nano", AdaptOptions: "default", FocalConfig: "default", ContextOptions: "default",
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ transformers' own "dynamic" form of ntk is not offered: its base follows the len
 decoding would not equal prefill.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,8 +46,9 @@ class ContextOptions:
             )
 
 
-def stretch(config: PreTrainedConfig, options: ContextOptions) -> None:
-    """Write into ``config`` what ``options`` ask for; a model made from it afterwards has it."""
+def stretch(config: PreTrainedConfig, options: ContextOptions) -> PreTrainedConfig:
+    """A copy of ``config`` with what ``options`` ask for."""
+    config = copy.deepcopy(config)
     known: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if options.rope != "plain" and known.get("rope_type") != "default":
         raise ValueError(
@@ -62,23 +64,20 @@ def stretch(config: PreTrainedConfig, options: ContextOptions) -> None:
         config.rope_parameters = {**known, "rope_type": options.rope, "factor": options.factor}
         if options.rope == "yarn":
             config.rope_parameters["original_max_position_embeddings"] = original
-    config.max_position_embeddings = max(options.context, round(original * options.factor))
+    config.max_position_embeddings = max(original, options.context, round(original * options.factor))
+    return config
 
 
-def stretch_model(model: PreTrainedModel, options: ContextOptions) -> None:
-    """The same of a model that is there: its rotary embeddings are made anew from the changed config."""
-    if options.rope == "plain":
-        if options.context > model.config.max_position_embeddings:
-            raise ValueError(
-                f"context: expected at most the model's {model.config.max_position_embeddings} tokens, got "
-                f"{options.context}. Stretch its positions with --rope and --factor."
-            )
+def put_positions(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Give a model the positions of ``config``: its rotary embeddings are made anew."""
+    model.config.max_position_embeddings = config.max_position_embeddings
+    if getattr(model.config, "rope_parameters", None) == getattr(config, "rope_parameters", None):
         return
-    stretch(model.config, options)
+    model.config.rope_parameters = config.rope_parameters
     for owner in list(model.modules()):
         for name, part in list(owner.named_children()):
             if hasattr(part, "inv_freq") and hasattr(part, "rope_type"):
-                setattr(owner, name, type(part)(config=model.config, device=part.inv_freq.device))
+                setattr(owner, name, type(part)(model.config).to(model.device))
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainOptions:
-    """How a model is trained from scratch, or adapted to a temperature: AdamW, warm-up, then a cosine to a tenth."""
+    """How a model is trained from scratch: AdamW, warm-up, then a cosine to a tenth."""
 
     steps: int = option(400, "Optimizer steps.")
     batch: int = option(8, "Sequences in one step, over all processes.")
@@ -109,3 +109,21 @@ class PretrainOptions:
         expect(
             self.batch % self.micro_batch == 0, f"batch a multiple of micro_batch {self.micro_batch}", self.batch, ""
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptOptions(PretrainOptions):
+    """How a pretrained model is adapted to a temperature."""
+
+    schedule: Literal["abrupt", "anneal", "scale"] = option(
+        "anneal", "The temperature at once, falling from 1, or with the query's scale re-learned from undoing it."
+    )
+    part: Literal["everything", "queries"] = option("everything", "What is trained: all weights, or queries and keys.")
+    steps: int = option(100, "Optimizer steps.")
+    batch: int = option(4, "Sequences in one step, over all processes.")
+    micro_batch: int = option(1, "Sequences in one forward; gradients are added up to the batch.")
+    rate: float = option(5e-5, "Highest learning rate.")
+    warm_up: int = option(10, "Steps in which the rate rises.")
+    weight_decay: float = option(0.0, "Of matrices; norms and biases have none.")
+    save_every: int = option(20, "Steps between checkpoints.")
+    evaluate_every: int = option(20, "Steps between looks at the validation loss.")

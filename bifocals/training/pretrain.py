@@ -79,7 +79,9 @@ def pretrain(
         results["held_out"] = measure(lens, blocks.tokens, kept_out.tokens, tokenizer)
         results["beyond"] = measure_beyond(lens.model, sources, tokenizer, length, limit=held_out)
         results["surroundings"] = surroundings()
-        save(lens, tokenizer, out, results)
+        save_model(lens, tokenizer, out)
+        draw_learned(out, results)
+        write_json(out / RESULTS, results)  # last: where they are, everything is
     return results
 
 
@@ -92,8 +94,7 @@ def new_lens(
     seed: int,
 ) -> Lens:
     """On a model of the preset's shape, random by the seed alone."""
-    config = preset.config(eos_token_id=tokenizer.eos_token_id)
-    stretch(config, longer)
+    config = stretch(preset.config(eos_token_id=tokenizer.eos_token_id), longer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -148,15 +149,17 @@ def unigram_loss(blocks: Tensor, predicted: Tensor, vocabulary: int) -> float:
     return -(counts / counts.sum()).log()[predicted].mean().item()
 
 
-def save(lens: Lens, tokenizer: Any, out: Path, results: dict[str, Any]) -> None:
-    """The results come last: where they are, everything is."""
+def save_model(lens: Lens, tokenizer: Any, out: Path) -> None:
+    """A stock checkpoint, and the lens beside it."""
     if not (out / "model").exists():
         with new_folder(out / "model") as aside:
             lens.model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
     lens.save(out / "lens")
+
+
+def draw_learned(out: Path, results: dict[str, Any]) -> None:
     if "temperatures" in results["validation"][-1] and find_spec("matplotlib") is not None:
         from bifocals.plots import draw_temperatures, save_figure
 
         save_figure(draw_temperatures(results["validation"]), out / "temperatures.png")
-    write_json(out / RESULTS, results)
