@@ -49,6 +49,7 @@ def own_options(kind: type, given: dict[str, Any]) -> dict[str, Any]:
 @options_of(ContextOptions)
 @options_of(PretrainOptions)
 @click.option("--focus", "has_focus", is_flag=True, help="Train with Focus as well.")
+@click.option("--sparse", is_flag=True, help="Gates on the far pairs kept alone: Focus at the cost of its pattern.")
 @options_of(FocusConfig, leave_out=FIXED)
 def pretrain(
     preset_name: str,
@@ -58,6 +59,7 @@ def pretrain(
     held_out: int,
     resume: bool,
     has_focus: bool,
+    sparse: bool,
     **given: Any,
 ) -> None:
     """Train a model from scratch with a temperature, with a tokenizer of its own, and measure it on text held out.
@@ -71,15 +73,15 @@ def pretrain(
 
     given = {name: value for name, value in given.items() if value is not None}
     routing = own_options(FocusConfig, given)
-    if routing and not has_focus:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in routing)
+    if (routing or sparse) and not has_focus:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in (*routing, *(["sparse"] if sparse else [])))
         raise click.UsageError(f"{flags}: options of Focus, expected together with --focus.")
     preset, focal = find_preset(preset_name), focal_of(temperature, own_options(FocalConfig, given))
     options = replace(preset.options, **own_options(PretrainOptions, given))
     longer = ContextOptions(**own_options(ContextOptions, given))
     focus = focus_of(given, default_score="cosine") if has_focus else None
     with FitDisplay() as display:
-        how: dict[str, Any] = {"held_out": held_out, "resume": resume, "report": display.report}
+        how: dict[str, Any] = {"is_sparse": sparse, "held_out": held_out, "resume": resume, "report": display.report}
         results = run(preset, sources, out, focal=focal, focus=focus, options=options, longer=longer, **how)
     if is_first_process():
         found = results["held_out"]

@@ -4,7 +4,7 @@
     training              three times the forward: the gradients of both factors of every product
 
 A causal query reads half of the length on average, and with Focus the share of those pairs that its pattern keeps. Soft
-gates weigh every pair, so training with Focus reads them all.
+gates weigh every pair: training by them reads all, training in mode sparse reads those kept.
 """
 
 import time
@@ -28,9 +28,9 @@ def forward_flops(model: PreTrainedModel, length: int, pairs_kept: float = 1.0) 
     return 2.0 * sum(matrices.values()) + 4.0 * widths * pairs_kept * (length + 1) / 2
 
 
-def training_flops(model: PreTrainedModel, length: int) -> float:
+def training_flops(model: PreTrainedModel, length: int, pairs_kept: float = 1.0) -> float:
     """Of one token."""
-    return 3 * forward_flops(model, length)
+    return 3 * forward_flops(model, length, pairs_kept)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -48,11 +48,15 @@ def pretrain(
     focus: FocusConfig | None = None,
     options: PretrainOptions | None = None,
     longer: ContextOptions | None = None,
+    is_sparse: bool = False,
     held_out: int = 16,
     resume: bool = False,
     report: Report = lambda progress: None,
 ) -> dict[str, Any]:
-    """Write the model, its lens and its results into ``out``; returns the results."""
+    """Write the model, its lens and its results into ``out``; returns the results.
+
+    With ``is_sparse``, Focus is trained at the cost of its pattern: gates on the far pairs kept alone.
+    """
     options = preset.options if options is None else options
     longer = ContextOptions() if longer is None else longer
     length = longer.context or preset.context
@@ -63,10 +67,10 @@ def pretrain(
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
     expect_one_batch(blocks, options.batch)
     lens = new_lens(preset, tokenizer, focal, focus, longer, options.seed)
-    described = describe(lens, blocks, options)
-    open_run(out, described, resume)
     if focus is not None:
-        lens.mode = "soft"
+        lens.mode = "sparse" if is_sparse else "soft"
+    described = {"mode": lens.mode, **describe(lens, blocks, options)}
+    open_run(out, described, resume)
     with training(lens, is_full=True):
         trainer = WholeTrainer(lens, blocks.tokens, kept_out.tokens, out / CHECKPOINTS, options, report=report)
         trainer.train_from(last_checkpoint(out / CHECKPOINTS))

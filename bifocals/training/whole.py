@@ -21,7 +21,7 @@ from bifocals.training.flops import peak_flops, training_flops
 from bifocals.training.lm import lm_loss
 from bifocals.training.options import PretrainOptions
 from bifocals.training.processes import world_size
-from bifocals.training.temperatures import Ranges, as_logs, from_logs, watch_temperatures
+from bifocals.training.temperatures import as_logs, from_logs, watch_temperatures
 from bifocals.training.watch import Progress, Report
 
 BeforeStep = Callable[[int], None]  # gets the number of steps done
@@ -34,7 +34,7 @@ class Trained:
     losses: list[float]  # of each step
     validation: list[dict[str, Any]]  # step, loss and, where temperatures are learned, what they are
     seconds: float  # of the steps, without looks at text held out
-    flops: float
+    flops: float  # with Focus in mode sparse, of the pairs read
     utilisation: float  # of what a large product reaches on the same device
 
 
@@ -53,7 +53,6 @@ class WholeTrainer(ExactTrainer):
         before_step: BeforeStep = lambda done: None,
     ) -> None:
         self.options, self.held_out = options, held_out
-        self.flops_per_step = training_flops(lens.model, blocks.shape[1]) * options.batch * blocks.shape[1]
         args = arguments_of(
             options,
             folder,
@@ -74,8 +73,8 @@ class WholeTrainer(ExactTrainer):
     def log(self, logs: dict[str, float], *others: Any) -> None:
         super().log({**logs, **self.watching.to_log()} if "loss" in logs else logs, *others)
 
-    def validate(self) -> tuple[float, Ranges]:
-        """Nats per token of the text held out, by the pattern that will run; and the temperatures there."""
+    def validate(self) -> dict[str, float]:
+        """Nats per token of the text held out, by the pattern that will run; what temperatures it has; pairs read."""
         before = self.lens.mode
         self.lens.mode = "hard"
         try:
@@ -83,7 +82,10 @@ class WholeTrainer(ExactTrainer):
                 losses = [block_loss(self.lens.model, block) for block in self.held_out]
         finally:
             self.lens.mode = before
-        return sum(losses) / len(losses), seen.ranges()
+        found = {"validation": sum(losses) / len(losses), **as_logs(seen.ranges())}
+        if before == "sparse":
+            found["pairs_kept"] = self.lens.measure(self.held_out[:1]).pairs_kept
+        return found
 
     def trained(self) -> Trained:
         """Of all steps, also those before a resume."""
@@ -94,7 +96,10 @@ class WholeTrainer(ExactTrainer):
             for entry in steps
             if "validation" in entry
         ]
-        seconds, flops = steps[-1]["seconds"], self.flops_per_step * len(steps)
+        kept = [entry["pairs_kept"] for entry in steps if "pairs_kept" in entry] or [1.0]
+        length = self.held_out.shape[1]
+        per_token = training_flops(self.lens.model, length, sum(kept) / len(kept))
+        seconds, flops = steps[-1]["seconds"], per_token * length * self.options.batch * len(steps)
         utilisation = flops / seconds / self.watching.peak
         return Trained([entry["loss"] for entry in steps], validation, seconds, flops, utilisation)
 
@@ -127,8 +132,8 @@ class Watching(TrainerCallback):
         is_due = step % self.trainer.options.evaluate_every == 0 or step == state.max_steps
         if is_due and state.is_world_process_zero:
             paused = time.perf_counter()
-            self.hard_loss, ranges = self.trainer.validate()
-            self.new = {"validation": self.hard_loss, **as_logs(ranges)}
+            self.new = self.trainer.validate()
+            self.hard_loss = self.new["validation"]
             self.start += time.perf_counter() - paused
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:

@@ -54,25 +54,25 @@ def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("focal", "focus"),
-    [(FOCAL, None), (REFINED, FocusConfig(groups=2, window=4, sinks=1))],
+    ("focal", "more"),
+    [(FOCAL, {}), (REFINED, {"focus": FocusConfig(groups=2, window=4, sinks=1), "is_sparse": True})],
     ids=["constant", "learned, with Focus"],
 )
-def test_a_stopped_run_goes_on_exactly(focal, focus, text, tmp_path, monkeypatch):
-    whole = run(text, tmp_path / "whole", focal=focal, focus=focus)
+def test_a_stopped_run_goes_on_exactly(focal, more, text, tmp_path, monkeypatch):
+    whole = run(text, tmp_path / "whole", focal=focal, **more)
     from bifocals.training.whole import WholeTrainer
 
-    def stop(self, model, inputs, *others, **more):
+    def stop(self, *others, **named):
         if self.state.global_step == 4:
             raise KeyboardInterrupt
-        return compute_loss(self, model, inputs, *others, **more)
+        return compute_loss(self, *others, **named)
 
     compute_loss = WholeTrainer.compute_loss
     monkeypatch.setattr(WholeTrainer, "compute_loss", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(text, tmp_path / "parts", focal=focal, focus=focus)
+        run(text, tmp_path / "parts", focal=focal, **more)
     monkeypatch.setattr(WholeTrainer, "compute_loss", compute_loss)
-    parts = run(text, tmp_path / "parts", focal=focal, focus=focus, resume=True)
+    parts = run(text, tmp_path / "parts", focal=focal, resume=True, **more)
     assert parts["losses"] == whole["losses"]
     assert parts["validation"] == whole["validation"]
 
@@ -107,10 +107,11 @@ def test_bits_per_byte_are_the_bits_of_the_predicted_tokens_over_their_bytes(tex
     assert results["held_out"]["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
 
 
-def test_networks_of_focus_are_calibrated_after_training(text, tmp_path):
+def test_networks_of_focus_are_calibrated_and_cost_less_where_they_train_on_their_pattern(text, tmp_path):
     focus = FocusConfig.network(groups=4, top_k=1, window=4, sinks=1, dim=8)
     results = run(text, tmp_path / "out", focus=focus)
     assert 0.2 < results["held_out"]["pairs_kept"] < 0.7
+    assert run(text, tmp_path / "sparse", focus=focus, is_sparse=True)["flops"] < results["flops"]
 
 
 @pytest.mark.parametrize("rope", ["linear", "ntk", "yarn"])
