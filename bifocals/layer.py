@@ -25,7 +25,7 @@ from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
-from bifocals.token_router import TokenRouter, may_route_alone
+from bifocals.token_router import TokenRouter, may_route_alone, token_router
 
 
 @dataclass(slots=True)
@@ -232,7 +232,8 @@ class LayerLens(nn.Module):
         tape, top_k = self.settings.tape, self.settings.top_k
         with without_autocast(routed[0]):
             if self.settings.mode == "hard" and tape is None and may_route_alone(self.router, routed[0]):
-                return self._token_router().membership(routed[0], top_k)
+                return self._token_router().membership(*routed, top_k=top_k)
+            self.token_router = None  # weights may change unseen between one prompt and the next
             routing = self.router(*routed, real)
         if self.settings.mode == "soft":
             return routing.gates()
@@ -245,10 +246,10 @@ class LayerLens(nn.Module):
 
     def _token_router(self) -> TokenRouter:
         """Prepared at the first token after a prompt, and whenever weights have changed."""
-        assert isinstance(self.router, Router)
+        assert self.router is not None
         prepared = self.token_router
         if prepared is None or not prepared.is_fresh():
-            prepared = self.token_router = TokenRouter(self.router)
+            prepared = self.token_router = token_router(self.router)
         return prepared
 
     def _temperature(

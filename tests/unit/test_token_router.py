@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bifocals.config import FocusConfig
+from bifocals.network import NetworkRouter
 from bifocals.routing import Router
-from bifocals.token_router import TokenRouter, may_route_alone
+from bifocals.token_router import may_route_alone, token_router
 
 
 @pytest.fixture
@@ -22,10 +23,43 @@ def tokens():
 def test_the_groups_are_those_of_the_router(options, routers, tokens):
     router = Router(24, routers, FocusConfig(groups=5, **options)).double().eval()
     router.potential.normal_()
-    alone = TokenRouter(router)
+    alone = token_router(router)
     for top_k in (1, 2, 5):
-        for got, expected in zip(alone.membership(tokens, top_k), router.membership(tokens, top_k)):
+        for got, expected in zip(alone.membership(tokens, top_k=top_k), router.membership(tokens, top_k)):
             assert torch.equal(got, expected)
+
+
+@torch.no_grad()
+def networks():
+    """Of 4 heads that share 2 key-value heads; nothing at its start."""
+    torch.manual_seed(0)
+    router = NetworkRouter(4, 2, 6, FocusConfig.network(groups=5, dim=7, tau=0.7)).double().eval()
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.uniform_(0.1, 1.0)
+    router.thresholds.copy_(torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]))
+    return router
+
+
+@torch.no_grad()
+def test_the_groups_are_those_of_the_networks(tokens):
+    router = networks()
+    query, key = tokens.view(200, 4, 1, 6), tokens.view(200, 4, 1, 6)[:, :2] - 1
+    alone = token_router(router)
+    for top_k in (1, 2, 5):
+        expected = router.membership(query, key, top_k)
+        assert 0 < expected[0].float().mean() <= 1
+        for got, right in zip(alone.membership(query, key, top_k=top_k), expected):
+            assert torch.equal(got, right)
+
+
+@torch.no_grad()
+def test_networks_that_changed_are_noticed():
+    router = networks()
+    for tensor in router.state_dict(keep_vars=True).values():
+        alone = token_router(router)
+        assert alone.is_fresh()
+        tensor.add_(1)
+        assert not alone.is_fresh()
 
 
 @torch.no_grad()
@@ -37,7 +71,7 @@ def test_weights_that_changed_are_noticed(tokens):
         lambda: router.load_state_dict(Router(24, 2, FocusConfig(groups=5)).state_dict()),
         lambda: router.float(),
     ):
-        alone = TokenRouter(router)
+        alone = token_router(router)
         assert alone.is_fresh()
         change()
         assert not alone.is_fresh()
