@@ -19,7 +19,7 @@ from bifocals.filed import Filed, Numbers
 from bifocals.growing import Growing, GrowingArray, is_writable
 from bifocals.memory import Memory
 
-LONG = 2048  # tokens from which on reading some groups pays for keeping them apart
+LONG = 2048  # tokens from which on reading some groups pays for keeping them apart, for each reader of a key
 FEW = 16  # new tokens that are attended one by one; for more, all keys go back to time order
 
 
@@ -162,7 +162,7 @@ class GroupedLayer(Memory, DynamicLayer):
     ) -> Float[Tensor, "batch head new value_dim"]:
         """The attention of the new tokens, whose keys came in and whose groups are remembered."""
         starts, sinks, window = self._starts(starts), self.focus.sinks, self.focus.window
-        if self._flat is not None and self._is_worth_filing(starts):
+        if self._flat is not None and self._is_worth_filing(starts, reads.shape[1]):
             key, value = self.in_time_order()
             numbers, groups = self._known_numbers(), self.focus.groups
             self._filed, self._flat = Filed.file(key, value, numbers, groups, starts, sinks, window), None
@@ -179,11 +179,15 @@ class GroupedLayer(Memory, DynamicLayer):
         self._new = None
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
 
-    def _is_worth_filing(self, starts: tuple[int, ...]) -> bool:
-        """Long, no part of a graph, and in every row the ring lies behind the sinks."""
+    def _is_worth_filing(self, starts: tuple[int, ...], readers: int) -> bool:
+        """Long, no part of a graph, and in every row the ring lies behind the sinks.
+
+        Several readers of the same keys read more groups between them, in more calls.
+        """
         key, value = self.in_time_order()
         far = key.shape[2] - self.focus.window - 1 - self.focus.sinks - max(starts)
-        return key.shape[2] >= LONG and far >= 0 and not key.requires_grad and not value.requires_grad
+        is_long = key.shape[2] >= LONG * max(1, readers // key.shape[1])
+        return is_long and far >= 0 and not key.requires_grad and not value.requires_grad
 
     def _attend_masked(
         self,

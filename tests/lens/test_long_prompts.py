@@ -33,6 +33,16 @@ def test_no_prompt_makes_a_mask_of_length_squared(configs, how):
     assert sizes.largest < LENGTH * LENGTH / 4  # a quarter of a mask of one byte for each pair
 
 
+def test_a_prompt_of_131072_tokens_makes_nothing_but_vectors_for_each_token():
+    length = 131072
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1, max_position_embeddings=length)
+    attach(model, FocusConfig(groups=64, top_k=1, window=64, sinks=4))
+    with torch.no_grad(), Sizes() as sizes:
+        past = model(tiny_tokens(1, length), use_cache=True, logits_to_keep=1).past_key_values
+    assert past.get_seq_length() == length
+    assert sizes.largest < 4096 * length  # bytes: some vectors for each token
+
+
 @pytest.mark.parametrize("configs", [[FocalConfig(temperature=0.5)], [FocalConfig(form="prefix"), FOCUS]], ids=str)
 @pytest.mark.parametrize("padding", [slice(0, 9), slice(20, 23), slice(33, 40)], ids=["left", "between", "right"])
 def test_pairs_that_are_written_out_some_rows_at_a_time_are_the_same(configs, padding, monkeypatch):
