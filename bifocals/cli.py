@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bifocals import __version__
 from bifocals.adapt_command import adapt
+from bifocals.maps_command import maps
 from bifocals.pretrain_command import pretrain
 from bifocals.train_command import train
 
@@ -410,6 +411,7 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
 main.add_command(train)
 main.add_command(pretrain)
 main.add_command(adapt)
+main.add_command(maps)
 
 
 @main.command()

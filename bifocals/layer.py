@@ -132,7 +132,7 @@ class LayerLens(nn.Module):
         if self.is_cross:
             return cross_attention(query, key, value, pattern, **how)
         routed = self._routed(hidden)
-        if self.router is not None and self.settings.capture is not None:
+        if self.settings.capture is not None:
             self.settings.capture.take(self.name, routed, query, key, pattern, how)
             return base_attention(query, key, value, pattern, **how)
         reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)

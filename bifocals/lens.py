@@ -207,7 +207,7 @@ class Lens:
 
     @contextmanager
     def capturing(self, capture: Captures) -> Iterator[None]:
-        """Run the base's own attention and show ``capture`` what each router would see."""
+        """Run the base's own pattern and show ``capture`` what each layer would route and attend."""
         before, self.mode = self.mode, "hard"
         self._settings.capture = capture
         try:

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from bifocals.files import write_file
+from bifocals.maps import Maps
+
+NAMED_WORDS = 40  # more tokens than this are not named beside a map
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -49,4 +52,28 @@ def draw_temperatures(validation: list[dict[str, Any]]) -> Any:
     course.legend(title="layer", fontsize="small", ncols=2)
     end.set(xlabel="layer", ylabel="temperature", title="at the end: mean, least and greatest, each head")
     end.set_xticks(range(len(last)), list(last))
+    return figure
+
+
+def draw_maps(maps: Maps, words: list[str]) -> Any:
+    """The maps of one head side by side; below, entropy and effective tokens of every layer."""
+    kinds = list(maps.attention)
+    figure = new_figure(4 * max(2, len(kinds)), 7.5)
+    above, below = figure.subfigures(2, 1, height_ratios=(3, 2))
+    for place, kind in zip(above.subplots(1, len(kinds), squeeze=False)[0], kinds):
+        # The square root: a few large weights would leave all others black.
+        picture = place.imshow(maps.attention[kind].sqrt().numpy(), vmin=0, vmax=1, cmap="magma")
+        place.set(title=kind, xlabel="key", ylabel="query")
+        if len(words) <= NAMED_WORDS:
+            place.set_xticks(range(len(words)), words, rotation=90, fontsize="x-small")
+            place.set_yticks(range(len(words)), words, fontsize="x-small")
+    above.colorbar(picture, ax=above.axes, label="square root of the weight")
+    above.suptitle(f"layer {maps.layer}, head {maps.head}")
+    entropy, effective = below.subplots(1, 2)
+    for kind in kinds:
+        entropy.plot(range(len(maps.entropy[kind])), list(maps.entropy[kind].values()), ".-", label=kind)
+        effective.plot(range(len(maps.effective[kind])), list(maps.effective[kind].values()), ".-", label=kind)
+    entropy.set(xlabel="layer", ylabel="entropy of attention, nats")
+    effective.set(xlabel="layer", ylabel="effective tokens attended to", yscale="log")
+    entropy.legend()
     return figure

@@ -6,7 +6,7 @@
 Both grow with the length alone: rows of attention, length long, are computed for one layer at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +58,10 @@ class LayerCapture:
 
 
 class Capture:
-    """Takes what passes through the layers of a lens while the base runs, at the rows of the sequence at hand."""
+    """Takes what passes through some layers of a lens while the base runs, at the rows of the sequence at hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
         self.layers: dict[str, LayerCapture] = {}
         self.rows = torch.empty(0, dtype=torch.long)
 
@@ -74,6 +75,8 @@ class Capture:
         how: dict[str, Any],
     ) -> None:
         """Called by each layer, with what it would route and attend; ``how`` is how it scales logits."""
+        if layer not in self.names:
+            return
         kept = self.layers.setdefault(layer, LayerCapture())
         temperature, softcap = how["temperature"], how["softcap"]
         scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
@@ -97,7 +100,7 @@ def capture_layers(
     lens: Lens, blocks: Tensor, rows: Tensor, seen: Callable[[int], None] = lambda count: None
 ) -> dict[str, LayerCapture]:
     """One forward of the base for each block, (block, length), at its rows, (block, row)."""
-    capture = Capture()
+    capture = Capture(lens.routers)
     body = lens.model.base_model
     device = next(body.parameters()).device
     with evaluating(lens.model), lens.capturing(capture):

@@ -86,17 +86,17 @@ class LoraOptions:
 class PretrainOptions:
     """How a model is trained from scratch: AdamW, warm-up, then a cosine to a tenth."""
 
-    steps: int = option(400, "Optimizer steps.")
+    steps: int = option(600, "Optimizer steps.")
     batch: int = option(8, "Sequences in one step, over all processes.")
     micro_batch: int = option(8, "Sequences in one forward; gradients are added up to the batch.")
     rate: float = option(2e-3, "Highest learning rate.")
-    warm_up: int = option(40, "Steps in which the rate rises.")
+    warm_up: int = option(60, "Steps in which the rate rises.")
     weight_decay: float = option(0.1, "Of matrices; norms and biases have none.")
     precision: Literal["float32", "bfloat16"] = option("float32", "Of the arithmetic; weights stay in float32.")
     gradient_checkpointing: bool = option(False, "Compute the forward twice instead of keeping it: less memory.")
     seed: int = option(0, "Of the weights at the start, and of the order of the text.")
-    save_every: int = option(100, "Steps between checkpoints.")
-    evaluate_every: int = option(100, "Steps between looks at the validation loss.")
+    save_every: int = option(200, "Steps between checkpoints.")
+    evaluate_every: int = option(50, "Steps between looks at the validation loss.")
     report_to: str = option("none", "Where transformers' Trainer logs: none, tensorboard, wandb, ...")
 
     def __post_init__(self) -> None:
