@@ -71,9 +71,50 @@ def draw_maps(maps: Maps, words: list[str]) -> Any:
     above.suptitle(f"layer {maps.layer}, head {maps.head}")
     entropy, effective = below.subplots(1, 2)
     for kind in kinds:
-        entropy.plot(range(len(maps.entropy[kind])), list(maps.entropy[kind].values()), ".-", label=kind)
-        effective.plot(range(len(maps.effective[kind])), list(maps.effective[kind].values()), ".-", label=kind)
+        line = "--" if kind == "Focus" else "-"  # on a short text it lies on the others
+        entropy.plot(range(len(maps.entropy[kind])), list(maps.entropy[kind].values()), line, label=kind)
+        effective.plot(range(len(maps.effective[kind])), list(maps.effective[kind].values()), line, label=kind)
     entropy.set(xlabel="layer", ylabel="entropy of attention, nats")
     effective.set(xlabel="layer", ylabel="effective tokens attended to", yscale="log")
     entropy.legend()
+    return figure
+
+
+def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
+    """The temperature study: loss by temperature, loss against tokens, by context, and recall."""
+    figure = new_figure(11, 8)
+    (by_temperature, by_tokens), (by_context, by_pairs) = figure.subplots(2, 2)
+    for number, found in enumerate(summary["temperatures"].values()):
+        loss = found["loss"]
+        low, high = loss["interval"] or (loss["mean"], loss["mean"])
+        by_temperature.errorbar(number, loss["mean"], [[loss["mean"] - low], [high - loss["mean"]]], fmt="o", capsize=3)
+    by_temperature.set_xticks(range(len(summary["temperatures"])), list(summary["temperatures"]))
+    by_temperature.set(xlabel="temperature", ylabel="held-out loss, nats per token", title="mean and 95% over seeds")
+    for setting in ("1.0", "0.4", "learned", "refined"):
+        curves = [
+            [entry["loss"] for entry in row["validation"]]
+            for row in rows
+            if (row["part"], row["setting"]) == ("temperature", setting)
+        ]
+        if curves:
+            own = next(row for row in rows if (row["part"], row["setting"]) == ("temperature", setting))
+            tokens = [own["tokens_per_step"] * entry["step"] for entry in own["validation"]]
+            by_tokens.plot(tokens, [sum(each) / len(each) for each in zip(*curves)], ".-", label=setting)
+    by_tokens.set(xlabel="tokens trained on", ylabel="held-out loss", title="mean over seeds")
+    for context, found in summary["contexts"].items():
+        apart = found["more_than_standard"]
+        if apart["mean"] is not None:
+            low, high = apart["interval"] or (apart["mean"], apart["mean"])
+            errors = [[apart["mean"] - low], [high - apart["mean"]]]
+            by_context.errorbar(str(context), apart["mean"], errors, fmt="o", color="C1", capsize=3)
+    by_context.axhline(0, color="grey", linewidth=1)
+    by_context.set(xlabel="context", ylabel="loss at 0.4 less loss at 1.0", title="same seed, 95% over seeds")
+    for setting, by_number in summary["recall"].items():
+        if by_number:
+            means = [found["mean"] for found in by_number.values()]
+            by_pairs.plot([int(pairs) for pairs in by_number], means, ".-", label=setting)
+    by_pairs.set(xlabel="pairs in the context", ylabel="values recalled", ylim=(0, 1.02), title="associative recall")
+    for place in (by_tokens, by_pairs):
+        if place.get_legend_handles_labels()[0]:
+            place.legend(title="temperature")
     return figure

@@ -6,7 +6,18 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["focal", "focus", "routing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "focal",
+        "focus",
+        "pretrain_command",
+        "routing",
+        "training.adapt",
+        "training.temperatures",
+        "training.temperature_study",
+    ],
+)
 def test_the_examples_of_a_module_run(name):
     found = doctest.testmod(importlib.import_module(f"bifocals.{name}"))
     assert found.attempted > 0
