@@ -201,6 +201,26 @@ def bench_prefill(model: str, json_path: Path | None, **options: Any) -> None:
     _store(json_path, result, measuring.write_json)
 
 
+@bench.command("temperature")
+@click.option("--preset", default="micro", help="The model that is trained: nano, micro, 0.4B, ...")
+@click.option("--length", type=click.IntRange(2), default=512, help="Tokens of each sequence.")
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences in a step.")
+@click.option("--repeats", type=click.IntRange(1), default=10, help="Timed steps of each; medians are reported.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here.")
+def bench_temperature(json_path: Path | None, **options: Any) -> None:
+    """A training step with a temperature, constant and learned, against one without a lens, in turns."""
+    from bifocals.benchmarks import measuring, temperature
+
+    result = temperature.run(temperature.Setting(**options))
+    table = Table(title=f"A training step of {options['preset']}, {options['length']:,} tokens", box=SIMPLE)
+    for name in ("temperature", "ms", "times as long"):
+        table.add_column(name, justify="left" if name == "temperature" else "right")
+    for row in result["rows"]:
+        table.add_row(row["form"], f"{1000 * row['seconds']:.1f}", f"{row['ratio']:.3f}")
+    console.print(table)
+    _store(json_path, result, measuring.write_json)
+
+
 def _check_pattern(options: dict[str, Any]) -> None:
     if options["top_k"] > options["groups"]:
         raise click.BadParameter(f"expected at most the {options['groups']} groups, got {options['top_k']}.")

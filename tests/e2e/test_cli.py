@@ -51,6 +51,18 @@ def test_bench_attention_writes_every_number_of_its_table(tmp_path: Path) -> Non
     assert stored["surroundings"]["torch"] == torch.__version__
 
 
+def test_bench_temperature_times_every_form_in_turns(tmp_path: Path) -> None:
+    path = tmp_path / "temperature.json"
+    options = ("--preset", "nano", "--length", "16", "--batch", "1", "--repeats", "2", "--json", str(path))
+    result = run("bench", "temperature", *options)
+    assert result.exit_code == 0, result.output
+    stored = json.loads(path.read_text())
+    assert len(stored["rows"]) == 6
+    assert stored["rows"][0]["ratio"] == 1
+    assert all(len(seconds) == 2 for seconds in stored["seconds"].values())
+    assert all(row["form"] in result.output for row in stored["rows"])
+
+
 def test_bench_attention_prints_no_timing_when_the_result_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     from bifocals.benchmarks import attention
 

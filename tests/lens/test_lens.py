@@ -3,11 +3,13 @@
 import copy
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -34,6 +36,27 @@ assert "bifocals" not in AttentionMaskInterface._global_mapping
 assert callable(bifocals.check) and callable(bifocals.fold) and callable(bifocals.attach)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Record(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        self.calls[operator.name()] += 1
+        return operator(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
+def test_a_constant_temperature_adds_no_operation_to_a_model(family):
+    model, tokens = tiny_model(family), tiny_tokens()
+    with Record() as base:
+        logits(model, tokens, use_cache=False)
+    attach(model, FocalConfig(temperature=0.4))
+    with Record() as focal:
+        logits(model, tokens, use_cache=False)
+    assert focal.calls == base.calls
 
 
 def test_every_public_name_is_there():
