@@ -16,6 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from bifocals.files import new_folder, write_file
+from bifocals.training.sharding import like
 
 TENSORS, ABOUT = "state.safetensors", "state.json"
 NAME = re.compile(r"checkpoint-(\d{1,12})")
@@ -62,7 +63,8 @@ def read_checkpoint(folder: Path, expected: dict[str, Tensor]) -> tuple[dict[str
                     f"{folder}: expected the state of this run; missing {missing[:3]}, not known {extra[:3]}. Resume "
                     "with the options and processes it was started with, or start anew in another folder."
                 )
-            tensors = {name: file.get_tensor(name) for name in names}
+            # In one order in all processes: what is shared out is handed over in it.
+            tensors = {name: file.get_tensor(name) for name in sorted(names)}
     except (OSError, ValueError, RecursionError, SafetensorError) as reason:
         if isinstance(reason, CheckpointError):
             raise
@@ -96,11 +98,12 @@ def adamw_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, place, key = name.split(".")
-            state.setdefault(int(place), {})[key] = tensor
+            state.setdefault(int(place), {})[key] = like(parameters[int(place)], tensor)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

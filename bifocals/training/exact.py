@@ -25,6 +25,7 @@ from bifocals.training.checkpoint import (
 )
 from bifocals.training.options import PretrainOptions, TrainOptions
 from bifocals.training.processes import wait_for_all, world_size
+from bifocals.training.sharding import as_whole, is_sharded, like
 
 COUNTERS = "last_epoch", "_step_count"  # of the schedule
 
@@ -53,6 +54,14 @@ class ExactTrainer(Trainer):
         super().__init__(lens.model, args, train_dataset=self.order)
         self.loss_is_scaled_for_ga = False  # a mean over the micro batch: Trainer divides it by their number
         self.remove_callback(PrinterCallback)
+        if is_sharded(lens):
+            # So that no wrapper is put around a model that gathers weights and averages gradients by itself.
+            if not hasattr(self, "is_distributed_loading_by_transformers"):
+                raise ValueError(
+                    "shard: expected a Trainer that takes a model whose weights are shared out, got an older one. "
+                    "Upgrade transformers to 5.22, or train without it."
+                )
+            self.is_distributed_loading_by_transformers = True
 
     def train_from(self, checkpoint: Path | None) -> None:
         """From the beginning, or from a checkpoint, whose step Trainer reads from a file of its own."""
@@ -85,13 +94,13 @@ class ExactTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         random = _gather_random_states(self.args.device)
+        optimizer, schedule = self._optimizer_and_schedule()
+        tensors = as_whole(self._trained() | optimizer_tensors(optimizer)) | random
         if self.args.should_save:
-            optimizer, schedule = self._optimizer_and_schedule()
             state = {
                 "rates": [group["lr"] for group in optimizer.param_groups],
                 "schedule": {name: getattr(schedule, name) for name in COUNTERS},
             }
-            tensors = self._trained() | optimizer_tensors(optimizer) | random
             step = self.state.global_step
             write_checkpoint(self.folder, step, tensors, state=state, trainer_state=asdict(self.state))
         wait_for_all()
@@ -114,7 +123,7 @@ class ExactTrainer(Trainer):
             ) from reason
         with torch.no_grad():
             for name, tensor in trained.items():
-                tensor.copy_(tensors[name])
+                tensor.copy_(like(tensor, tensors[name]))
         load_optimizer(optimizer, tensors)
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate

@@ -44,6 +44,7 @@ class TrainOptions:
     rate: float = option(5e-3, "Learning rate of the lens.")
     full_rate: float = option(5e-5, "Learning rate of everything.")
     warm_up: int = option(10, "Steps in which the rate rises; it falls linearly afterwards.")
+    shard: bool = option(False, "Share the base's weights out over the processes (FSDP); each keeps a part of them.")
     precision: Literal["float32", "bfloat16"] = option(
         "float32", "Of the model's arithmetic; routing stays in float32."
     )

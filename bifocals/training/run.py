@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -209,15 +209,19 @@ def _fit_through_model(
 ) -> dict[str, list[float]]:
     """Phase by phase; returns the losses of each."""
     expect_accelerate()
+    from bifocals.training.sharding import sharded
     from bifocals.training.trainer import LensTrainer
 
     losses = {}
     lens.mode = "sparse" if options.sparse else "soft"
-    for phase, is_full in (("lens", False), *([("everything", True)] if options.full_steps else [])):
-        with training(lens, is_full):
-            trainer = LensTrainer(lens, blocks.tokens, watched, folder / phase, options, is_full=is_full, report=report)
-            trainer.train_from(last_checkpoint(folder / phase))
-            losses[phase] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    with sharded(lens) if options.shard else nullcontext():
+        for phase, is_full in (("lens", False), *([("everything", True)] if options.full_steps else [])):
+            with training(lens, is_full):
+                trainer = LensTrainer(
+                    lens, blocks.tokens, watched, folder / phase, options, is_full=is_full, report=report
+                )
+                trainer.train_from(last_checkpoint(folder / phase))
+                losses[phase] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if lens.focus is not None and lens.focus.score == "network":
         calibrate(lens, blocks.tokens, calibration(lens, blocks), domains=blocks.domains)
     return losses
@@ -233,14 +237,14 @@ def calibration(lens: Lens, blocks: Blocks) -> MassOptions:
 @contextmanager
 def training(lens: Lens, is_full: bool) -> Iterator[None]:
     """Gradients for the lens, or for everything; afterwards as it was."""
-    before = {parameter: parameter.requires_grad for parameter in lens.model.parameters()}
+    before = {name: parameter.requires_grad for name, parameter in lens.model.named_parameters()}
     modules = {module: module.training for module in lens.model.modules()}
     lens.model.requires_grad_(is_full)
     lens.requires_grad_(True)
     try:
         yield
     finally:
-        for parameter, requires_grad in before.items():
-            parameter.requires_grad_(requires_grad)
+        for name, parameter in lens.model.named_parameters():  # perhaps others by now: shared out
+            parameter.requires_grad_(before[name])
         for module, is_training in modules.items():
             module.training = is_training

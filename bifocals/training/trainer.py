@@ -70,7 +70,7 @@ class Watching(TrainerCallback):
         self.trainer.lens.step_balance()
         step, options = state.global_step, self.trainer.options
         is_due = step % options.watch_every == 0 or step == state.max_steps
-        if is_due and state.is_world_process_zero:
+        if is_due and (state.is_world_process_zero or options.shard):  # what is shared out is run together
             self.trainer.looked = look(self.trainer.lens, self.trainer.held_out)
             assert self.collapse is not None
             self.warning = self.collapse.see(step, self.trainer.looked.dominance)
