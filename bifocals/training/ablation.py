@@ -14,8 +14,8 @@ from bifocals.config import FocusConfig
 from bifocals.training.options import LoraOptions, MassOptions, TrainOptions
 from bifocals.training.study import WINDOW, Variant, command
 
-MASS = MassOptions(steps=100, query_steps=40, batch=2, rows=96)
-THROUGH_MODEL = TrainOptions(steps=12, batch=2, warm_up=3, watch_every=12)
+MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96)
+THROUGH_MODEL = TrainOptions(steps=10, batch=2, warm_up=3, watch_every=10)
 
 
 def variants() -> Iterator[Variant]:

@@ -48,8 +48,8 @@ def command(variants: Callable[[], Iterable[Variant]]) -> click.Command:
     @click.command(help=variants.__doc__)
     @click.argument("model")
     @click.option("--data", "sources", multiple=True, default=("pydoc", "stdlib"), help="Sources of text.")
-    @click.option("--sequences", default=16, help="At most so many of each source are fitted on.")
-    @click.option("--held-out", default=4, help="So many of each source are measured on.")
+    @click.option("--sequences", default=8, help="At most so many of each source are fitted on.")
+    @click.option("--held-out", default=3, help="So many of each source are measured on.")
     @click.option("--half", type=click.IntRange(0, 1), help="Run every second fit; another process runs the others.")
     @click.option(
         "--json", "path", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Results go here."
