@@ -73,13 +73,17 @@ def test_tokens_saved_are_negative_where_the_temperature_ends_behind():
 
 
 def test_every_asked_key_was_shown_with_its_value():
-    tokens = draw_recall(50, 16, seed=1)
+    tokens = draw_recall(50, (2, 16), 64, seed=1)
     assert tokens.shape == (50, 64)
+    seen = set()
     for sequence in tokens.tolist():
-        shown = dict(zip(sequence[:32:2], sequence[1:32:2]))
-        assert len(shown) == 16
-        assert all(shown[key] == value for key, value in zip(sequence[32::2], sequence[33::2]))
+        pairs = len(set(sequence[::2]))
+        shown = dict(zip(sequence[: 2 * pairs : 2], sequence[1 : 2 * pairs : 2]))
+        assert len(shown) == pairs
+        assert all(shown[key] == value for key, value in zip(sequence[::2], sequence[1::2]))
         assert max(shown) < KEYS <= min(shown.values())
+        seen.add(pairs)
+    assert seen == {2, 16}
 
 
 def test_recall_is_measured_at_the_values_asked_for():
@@ -91,12 +95,12 @@ def test_recall_is_measured_at_the_values_asked_for():
             following[0] = 0  # knows nothing of the first sequence
             return type("Output", (), {"logits": torch.nn.functional.one_hot(following, 320).float()})
 
-    assert recall_accuracy(Oracle(), draw_recall(4, 8, seed=0)) == 0.75
+    assert recall_accuracy(Oracle(), draw_recall(4, (8,), 32, seed=0)) == 0.75
 
 
 def test_a_recall_model_is_trained_and_asked(tmp_path):
     preset = replace(SMALL, vocabulary=320, options=OPTIONS)
-    task = replace(TASK, preset=preset, pairs=4, asked=(2, 4), sequences=8)
+    task = replace(TASK, preset=preset, pairs=(2, 4), asked=(2, 4), sequences=8)
     found = train_recall(FocalConfig(temperature=0.4), 0, tmp_path / "run", task)
     assert list(found["accuracy"]) == ["2", "4"]
     assert recall.train_recall(FocalConfig(temperature=0.4), 0, tmp_path / "run", task)["accuracy"] == found["accuracy"]
