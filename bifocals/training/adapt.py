@@ -17,7 +17,7 @@ out/results.json      losses of both runs, and perplexities on text held out
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from bifocals.training.pretrain import describe, expect_one_batch, save_model
 from bifocals.training.processes import is_first_process, join_processes
 from bifocals.training.query_scale import expect_scalable, put_scales_into_weights, relearn_scales
 from bifocals.training.run import CHECKPOINTS, RESULTS, expect_accelerate, open_run, training
+from bifocals.training.sharding import sharded
 from bifocals.training.watch import Report
 from bifocals.training.whole import Trained, WholeTrainer
 
@@ -132,7 +133,11 @@ def _train(
                 assert isinstance(constant, ConstantTemperature)
                 constant.temperature = annealed(target, done, options.steps)
 
-    with training(lens, is_full=options.part == "everything"), _trainable(lens, options):
+    with (
+        sharded(lens) if options.shard else nullcontext(),
+        training(lens, is_full=options.part == "everything"),
+        _trainable(lens, options),
+    ):
         how: dict[str, Any] = {"report": report, "before_step": before_step}
         trainer = WholeTrainer(lens, blocks, held_out, folder, options, **how)
         trainer.train_from(last_checkpoint(folder))

@@ -95,6 +95,7 @@ class PretrainOptions:
     weight_decay: float = option(0.1, "Of matrices; norms and biases have none.")
     precision: Literal["float32", "bfloat16"] = option("float32", "Of the arithmetic; weights stay in float32.")
     gradient_checkpointing: bool = option(False, "Compute the forward twice instead of keeping it: less memory.")
+    shard: bool = option(False, "Share the model's weights out over the processes (FSDP); each keeps a part of them.")
     seed: int = option(0, "Of the weights at the start, and of the order of the text.")
     save_every: int = option(200, "Steps between checkpoints.")
     evaluate_every: int = option(50, "Steps between looks at the validation loss.")

@@ -11,6 +11,7 @@ out/temperatures.png  what temperatures were learned, if any and if matplotlib i
 import hashlib
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
 from bifocals.training.processes import is_first_process, join_processes
 from bifocals.training.run import CHECKPOINTS, RESULTS, calibration, expect_accelerate, open_run, training
+from bifocals.training.sharding import sharded
 from bifocals.training.tokenizer import token_bytes, train_tokenizer
 from bifocals.training.watch import Report
 from bifocals.training.whole import WholeTrainer
@@ -71,7 +73,7 @@ def pretrain(
         lens.mode = "sparse" if is_sparse else "soft"
     described = {"mode": lens.mode, **describe(lens, blocks, options)}
     open_run(out, described, resume)
-    with training(lens, is_full=True):
+    with sharded(lens) if options.shard else nullcontext(), training(lens, is_full=True):
         trainer = WholeTrainer(lens, blocks.tokens, kept_out.tokens, out / CHECKPOINTS, options, report=report)
         trainer.train_from(last_checkpoint(out / CHECKPOINTS))
     lens.model.eval()

@@ -130,7 +130,8 @@ class Watching(TrainerCallback):
         self.trainer.lens.step_balance()
         step = state.global_step
         is_due = step % self.trainer.options.evaluate_every == 0 or step == state.max_steps
-        if is_due and state.is_world_process_zero:
+        # What is shared out is run together.
+        if is_due and (state.is_world_process_zero or self.trainer.options.shard):
             paused = time.perf_counter()
             self.new = self.trainer.validate()
             self.hard_loss = self.new["validation"]
