@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", ROOT / "bifocals" / "lenses" / "smollm2-135m" / "README.md")
@@ -75,6 +76,36 @@ def quality_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def temperature_table(folder: Path) -> str:
+    """What each temperature is worth to a model trained from scratch, one line for each."""
+    path = folder / "temperature.json"
+    if not path.exists():
+        return "Not measured yet."
+    summary = json.loads(path.read_text())["summary"]
+    lines = ["| what | seeds | result (95% over seeds) | more than standard, same seeds (95%) |", "|---|---|---|---|"]
+    for setting, found in summary["temperatures"].items():
+        apart = "" if setting == "1.0" else _with_interval(found["more_than_standard"], "+.4f")
+        loss = _with_interval(found["loss"], ".4f")
+        lines.append(f"| loss, temperature {setting} | {found['loss']['seeds']} | {loss} | {apart} |")
+    for context, found in summary["contexts"].items():
+        loss, apart = _with_interval(found["loss"], ".4f"), _with_interval(found["more_than_standard"], "+.4f")
+        lines.append(f"| loss, 0.4 at context {context} | {found['loss']['seeds']} | {loss} | {apart} |")
+    saved = summary["tokens_saved"]
+    lines.append(f"| tokens that 0.4 saves | {saved['seeds']} | {_with_interval(saved, '.1%')} | |")
+    for setting, by_number in summary["recall"].items():
+        for pairs, found in by_number.items():
+            shown = _with_interval(found, ".1%")
+            lines.append(f"| recall of {pairs} pairs, temperature {setting} | {found['seeds']} | {shown} | |")
+    return "\n".join(lines)
+
+
+def _with_interval(found: dict[str, Any], form: str) -> str:
+    if found["interval"] is None:
+        return "" if found["mean"] is None else format(found["mean"], form)
+    low, high = (format(end, form) for end in found["interval"])
+    return f"{format(found['mean'], form)} ({low} to {high})"
+
+
 def _text_name(source: str) -> str:
     """Where it was read from says little: the last of it does."""
     return "/".join(Path(source).parts[-2:])
@@ -92,6 +123,7 @@ TABLES = {
     "attention": attention_table,
     "waiting": waiting_table,
     "quality": quality_table,
+    "temperature": temperature_table,
     "demo": demo_output,
 }
 
