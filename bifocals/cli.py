@@ -213,10 +213,11 @@ def bench_temperature(json_path: Path | None, **options: Any) -> None:
 
     result = temperature.run(temperature.Setting(**options))
     table = Table(title=f"A training step of {options['preset']}, {options['length']:,} tokens", box=SIMPLE)
-    for name in ("temperature", "ms", "times as long"):
+    for name in ("temperature", "ms", "over no lens", "over constant"):
         table.add_column(name, justify="left" if name == "temperature" else "right")
     for row in result["rows"]:
-        table.add_row(row["form"], f"{1000 * row['seconds']:.1f}", f"{row['ratio']:.3f}")
+        ratios = [f"{row[name]:.3f}" for name in ("ratio", "ratio_to_constant")]
+        table.add_row(row["form"], f"{1000 * row['seconds']:.1f}", *ratios)
     console.print(table)
     _store(json_path, result, measuring.write_json)
 

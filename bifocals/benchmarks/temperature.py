@@ -1,4 +1,4 @@
-"""What a temperature costs of a training step: seconds of a step with it over seconds of one without a lens.
+"""What a temperature costs of a training step: seconds with it over seconds without a lens, and over the constant's.
 
 A step is forward, backward and AdamW, on random tokens: what they say does not matter here. Each form has a model of
 its own with the same weights, and all take turns; the ratio is the median over the turns of ratios within one. It is of
@@ -17,10 +17,10 @@ from bifocals.config import FocalConfig
 from bifocals.lens import attach
 from bifocals.training.presets import find_preset
 
-WITHOUT = "without a lens"
+WITHOUT, CONSTANT = "without a lens", "constant"
 FORMS: dict[str, FocalConfig | None] = {
     WITHOUT: None,
-    "constant": FocalConfig(),
+    CONSTANT: FocalConfig(),
     "token": FocalConfig(form="token"),
     "token, each head": FocalConfig(form="token", per="head"),
     "prefix": FocalConfig(form="prefix"),
@@ -42,15 +42,24 @@ def run(setting: Setting) -> dict[str, Any]:
     """Every form, in turns."""
     steps = {name: _step(setting, focal) for name, focal in FORMS.items()}
     seconds = interleave(steps, setting.repeats)
-    rows = [
+    return {"setting": asdict(setting), "rows": rows_of(seconds), "seconds": seconds, "surroundings": surroundings()}
+
+
+def rows_of(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Medians: of the seconds, and of the ratios to two rivals in the same turn."""
+
+    def ratio(own: list[float], rival: str) -> float:
+        return median([mine / other for mine, other in zip(own, seconds[rival])])
+
+    return [
         {
             "form": name,
             "seconds": median(own),
-            "ratio": median([mine / plain for mine, plain in zip(own, seconds[WITHOUT])]),
+            "ratio": ratio(own, WITHOUT),
+            "ratio_to_constant": ratio(own, CONSTANT),
         }
         for name, own in seconds.items()
     ]
-    return {"setting": asdict(setting), "rows": rows, "seconds": seconds, "surroundings": surroundings()}
 
 
 def _step(setting: Setting, focal: FocalConfig | None) -> Callable[[], object]:
