@@ -30,9 +30,9 @@ from bifocals.backends.call import causal_length
 from bifocals.backends.pattern import Pattern, Staircase
 
 NEAR = 32  # rows of a near tile, at least
-TILE = 256  # rows of a far tile
-BLOCK = 4  # tiles that share one call for the keys they all read: long calls then run at the speed of dense attention
-WIDE = 512  # keys that are worth a call of their own, without a mask
+TILE = 192  # rows of a far tile: fewer, and the kernel takes 32 at a time
+BLOCK = 5  # tiles that share one call for the keys they all read: long calls then run at the speed of dense attention
+WIDE = 384  # keys that are worth a call of their own, without a mask
 SLACK = 64  # keys of padding that a narrow tile may always have; beyond, a quarter of its width
 TOGETHER = 1 << 20  # elements of the masks of tiles that are run together
 NEAR_TOGETHER = 1 << 18  # the same for near tiles
