@@ -15,7 +15,7 @@ from bifocals.training.options import LoraOptions, MassOptions, TrainOptions
 from bifocals.training.study import WINDOW, Variant, command
 
 MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96)
-THROUGH_MODEL = TrainOptions(steps=10, batch=2, warm_up=3, watch_every=10)
+THROUGH_MODEL = TrainOptions(steps=8, batch=2, warm_up=2, watch_every=8)
 
 
 def variants() -> Iterator[Variant]:

@@ -12,7 +12,7 @@ from bifocals.config import FocusConfig
 from bifocals.training.options import LoraOptions
 from bifocals.training.study import WINDOW, Variant, command
 
-STEPS, BATCH = 12, 2
+STEPS, BATCH = 8, 2
 
 
 def variants() -> Iterator[Variant]:
