@@ -80,33 +80,34 @@ def draw_maps(maps: Maps, words: list[str]) -> Any:
     return figure
 
 
+def draw_adaptation(runs: dict[str, dict[str, Any]]) -> Any:
+    """The held-out loss of each run while it was trained."""
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    for name, run in runs.items():
+        steps, losses = zip(*((each["step"], each["loss"]) for each in run["validation"]))
+        axes.plot(steps, losses, ".-", label=name)
+    axes.set(xlabel="step", ylabel="held-out loss, nats per token")
+    axes.legend()
+    return figure
+
+
 def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
     """The temperature study: loss by temperature, loss against tokens, by context, and recall."""
     figure = new_figure(11, 8)
     (by_temperature, by_tokens), (by_context, by_pairs) = figure.subplots(2, 2)
-    for number, found in enumerate(summary["temperatures"].values()):
-        loss = found["loss"]
-        low, high = loss["interval"] or (loss["mean"], loss["mean"])
-        by_temperature.errorbar(number, loss["mean"], [[loss["mean"] - low], [high - loss["mean"]]], fmt="o", capsize=3)
-    by_temperature.set_xticks(range(len(summary["temperatures"])), list(summary["temperatures"]))
+    for setting, found in summary["temperatures"].items():
+        _draw_interval(by_temperature, setting, found["loss"])
     by_temperature.set(xlabel="temperature", ylabel="held-out loss, nats per token", title="mean and 95% over seeds")
     for setting in ("1.0", "0.4", "learned", "refined"):
-        curves = [
-            [entry["loss"] for entry in row["validation"]]
-            for row in rows
-            if (row["part"], row["setting"]) == ("temperature", setting)
-        ]
-        if curves:
-            own = next(row for row in rows if (row["part"], row["setting"]) == ("temperature", setting))
-            tokens = [own["tokens_per_step"] * entry["step"] for entry in own["validation"]]
+        own = [row for row in rows if (row["part"], row["setting"]) == ("temperature", setting)]
+        if own:
+            tokens = [own[0]["tokens_per_step"] * entry["step"] for entry in own[0]["validation"]]
+            curves = [[entry["loss"] for entry in row["validation"]] for row in own]
             by_tokens.plot(tokens, [sum(each) / len(each) for each in zip(*curves)], ".-", label=setting)
     by_tokens.set(xlabel="tokens trained on", ylabel="held-out loss", title="mean over seeds")
     for context, found in summary["contexts"].items():
-        apart = found["more_than_standard"]
-        if apart["mean"] is not None:
-            low, high = apart["interval"] or (apart["mean"], apart["mean"])
-            errors = [[apart["mean"] - low], [high - apart["mean"]]]
-            by_context.errorbar(str(context), apart["mean"], errors, fmt="o", color="C1", capsize=3)
+        _draw_interval(by_context, str(context), found["more_than_standard"])
     by_context.axhline(0, color="grey", linewidth=1)
     by_context.set(xlabel="context", ylabel="loss at 0.4 less loss at 1.0", title="same seed, 95% over seeds")
     for setting, by_number in summary["recall"].items():
@@ -114,7 +115,15 @@ def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
             means = [found["mean"] for found in by_number.values()]
             by_pairs.plot([int(pairs) for pairs in by_number], means, ".-", label=setting)
     by_pairs.set(xlabel="pairs in the context", ylabel="values recalled", ylim=(0, 1.02), title="associative recall")
-    for place in (by_tokens, by_pairs):
-        if place.get_legend_handles_labels()[0]:
-            place.legend(title="temperature")
+    for axes in (by_tokens, by_pairs):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(title="temperature")
     return figure
+
+
+def _draw_interval(axes: Any, place: str, found: dict[str, Any]) -> None:
+    """A mean with its interval, if it has one."""
+    if found["mean"] is not None:
+        axes.plot(place, found["mean"], "o", color="C1")
+        if found["interval"] is not None:
+            axes.plot([place, place], found["interval"], color="C1")

@@ -13,12 +13,14 @@ out/checkpoints/      where it stands
 out/model/            a stock transformers checkpoint and its tokenizer, once it is adapted
 out/lens/             the temperature; `bifocals fold` puts it into the weights
 out/results.json      losses of both runs, and perplexities on text held out
+out/losses.png        the losses of both runs on text held out, if matplotlib is there
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,10 @@ def adapt(
         "surroundings": surroundings(),
     }
     if is_first_process():
+        if find_spec("matplotlib") is not None:
+            from bifocals.plots import draw_adaptation, save_figure
+
+            save_figure(draw_adaptation(results["runs"]), out / "losses.png")
         write_json(out / RESULTS, results)
     return results
 

@@ -122,6 +122,18 @@ def test_a_stopped_adaptation_goes_on_exactly(schedule, saved_model, tmp_path, m
     assert parts["held_out"] == whole["held_out"]
 
 
+def test_a_model_is_adapted_at_stretched_positions_and_measured_past_its_context(saved_model, tmp_path):
+    longer = ContextOptions(context=48, rope="yarn", factor=2.0)
+    options = AdaptOptions(steps=1, batch=2, warm_up=0)
+    results = run(saved_model, tmp_path / "out", options=options, longer=longer)
+    assert results["beyond"]["length"] == 96
+    assert results["context"]["rope"] == "yarn"
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").config
+    assert saved.rope_parameters["rope_type"] == "yarn"
+    assert saved.max_position_embeddings == 512
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_cap_on_the_logits_is_more_than_a_scale():
     with pytest.raises(ValueError, match=r"caps its logits.*use schedule 'anneal'"):
         expect_scalable(attach(tiny_model("gemma2"), FocalConfig(temperature=0.4)))
