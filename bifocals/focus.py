@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 from bifocals.autocast import as_autocast
 from bifocals.backends.dense import dense_attention
 from bifocals.backends.operator import focus_forward
+from bifocals.backends.strips import LONGEST, strips_attention
 from bifocals.checks import (
     check_counts,
     check_gates,
@@ -45,7 +46,10 @@ from bifocals.segments import blank_padding, is_padding, segment_starts, visible
 
 logger = logging.getLogger(__name__)
 
-SHORT = 640  # up to so many queries and keys a dense mask is faster than sorting
+# Up to so many queries and keys a mask is faster than sorting:
+SHORT_SHARED = 896  # in strips, if queries read the groups that they are in as keys
+SHORT = 2048  # in strips, if they read others
+SHORT_DENSE = 640  # all pairs at once, where strips cannot be
 
 
 def focus_attention(
@@ -100,11 +104,12 @@ def focus_attention(
         # Nothing comes out; what it is made of still gets a gradient, of zeros.
         return query.new_zeros(*query.shape[:3], value.shape[3]) * (query.sum() + key.sum() + value.sum())
     if backend == "auto":
-        choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature)
+        is_plain = segments is None and softcap is None and reach is None
+        choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature, is_plain)
     else:
         choice = backend
-    if choice == "sdpa":
-        return _sparse(
+    if choice in ("strips", "sdpa"):
+        return _fused(
             query,
             key,
             value,
@@ -118,6 +123,7 @@ def focus_attention(
             softcap,
             reach,
             is_causal,
+            in_strips=choice == "strips",
         )
     if choice == "full":
         return focal_attention(
@@ -127,7 +133,7 @@ def focus_attention(
     return _dense(query, key, value, pairs, segments, scale=scale, temperature=temperature, softcap=softcap)
 
 
-Choice = Literal["full", "dense", "sdpa"]
+Choice = Literal["full", "strips", "dense", "sdpa"]
 
 
 def fastest_backend(
@@ -138,21 +144,27 @@ def fastest_backend(
     window: int,
     softcap: float | None,
     temperature: float | Tensor,
+    is_plain: bool,
 ) -> Choice:
     """The cheapest exact way: plain attention if the pattern is full, a mask if it is short, else only its pairs."""
     queries, keys = query.shape[2], key.shape[2]
     if torch.compiler.is_compiling():
-        return "dense" if queries * keys <= SHORT * SHORT else "sdpa"  # neither contents nor the log can be looked at
+        # Neither contents nor the log can be looked at.
+        return "dense" if queries * keys <= SHORT_DENSE * SHORT_DENSE else "sdpa"
     choice: Choice
     is_full = window >= keys - 1 or bool((_common_groups(membership) & _common_groups(key_membership)).any(1).all())
     if is_full and softcap is None:
         choice, reason = "full", "every pair is read"
     elif is_full or (softcap is not None and isinstance(temperature, Tensor)):
         choice, reason = "dense", "a softcap, and every pair or a temperature tensor"
-    elif queries * keys <= SHORT * SHORT:
-        choice, reason = "dense", f"at most {SHORT} x {SHORT} pairs"
     else:
-        choice, reason = "sdpa", f"more than {SHORT} x {SHORT} pairs"
+        may_strip = is_plain and keys <= LONGEST
+        is_shared = membership.shape == key_membership.shape and torch.equal(membership, key_membership)
+        short = SHORT_DENSE if not may_strip else SHORT_SHARED if is_shared else SHORT
+        if queries * keys > short * short:
+            choice, reason = "sdpa", f"more than {short} x {short} pairs"
+        else:
+            choice, reason = "strips" if may_strip else "dense", f"at most {short} x {short} pairs"
     _log_choice(choice, reason)
     return choice
 
@@ -168,7 +180,7 @@ def _log_choice(choice: str, reason: str) -> None:
     logger.info("focus_attention runs %r: %s.", choice, reason)
 
 
-def _sparse(
+def _fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,8 +194,10 @@ def _sparse(
     softcap: float | None,
     reach: int | None,
     is_causal: bool,
+    *,
+    in_strips: bool,
 ) -> Tensor:
-    """Only the pairs kept, exactly. Temperatures scale the query, so that they get gradients like it."""
+    """By fused kernels, exactly. Temperatures scale the query, so that they get gradients like it."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if segments is not None:
         query, key, value = blank_padding(query, key, value, segments)
@@ -203,6 +217,9 @@ def _sparse(
         tensor if tensor.shape[-1] == widest else pad(tensor, (0, widest - tensor.shape[-1]))
         for tensor in (query, key, value)
     )
+    if in_strips:
+        attended = strips_attention(query, key, value, membership, key_membership, window, sinks, scale, is_causal)
+        return attended[..., :value_dim]
     attended, _ = focus_forward(
         query,
         key,

@@ -27,7 +27,7 @@ from bifocals.checks import (
     check_segments,
     temperature_per_query,
 )
-from bifocals.focus import SHORT, always_read, focus_pairs
+from bifocals.focus import SHORT_DENSE, always_read, focus_pairs
 from bifocals.segments import blank_padding, is_padding, segment_starts
 
 
@@ -69,7 +69,7 @@ def gated_focus_attention(
     if segments is not None:
         query, key, value = blank_padding(query, key, value, segments)
     if backend == "auto":
-        may_be_sparse = softcap is None and not torch.compiler.is_compiling() and queries * keys > SHORT * SHORT
+        may_be_sparse = softcap is None and not torch.compiler.is_compiling() and queries * keys > SHORT_DENSE * SHORT_DENSE
         is_sparse = may_be_sparse and bool(((key_gates > 0).sum(dim=-1) <= 1).all())
         backend = "sdpa" if is_sparse else "dense"
     if backend == "dense" or query.shape[:3].numel() == 0:

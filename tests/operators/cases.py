@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 
 import bifocals
 from bifocals import focus, reference
-from bifocals.backends import call, pattern, tiles
+from bifocals.backends import call, pattern, strips, tiles
 from tests.operators.tolerance import Expected, Formula
 
 MEMBERSHIPS = ("one", "two", "three", "few", "many", "none", "all", "same")
@@ -297,6 +297,7 @@ def small_tiles() -> Iterator[None]:
         ),
         mock.patch.object(call, "LEAF", 8),
         mock.patch.object(pattern, "SEVERAL", 100),
-        mock.patch.object(focus, "SHORT", 12),
+        mock.patch.multiple(focus, SHORT=12, SHORT_SHARED=12, SHORT_DENSE=12),
+        mock.patch.object(strips, "STRIP", 5),
     ):
         yield

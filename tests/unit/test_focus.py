@@ -40,13 +40,21 @@ def test_auto_is_plain_attention_bit_for_bit_where_every_pair_is_read(length, fu
 def test_auto_logs_its_choice_once_for_each_reason(caplog):
     caplog.set_level(logging.INFO, logger="bifocals.focus")
     for _ in range(3):
-        for length, window in ((30, 40), (30, 2), (700, 2)):
-            bifocals.focus_attention(*vectors(length), membership=groups(length), window=window)
+        for length, how in (
+            (30, {"window": 40}),
+            (30, {"window": 2}),
+            (30, {"window": 2, "key_membership": groups(30).flip(2)}),
+            (30, {"window": 2, "reach": 9}),
+            (900, {"window": 2}),
+        ):
+            bifocals.focus_attention(*vectors(length), membership=groups(length), **how)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "focus_attention runs 'full': every pair is read.",
+        "focus_attention runs 'strips': at most 896 x 896 pairs.",
+        "focus_attention runs 'strips': at most 2048 x 2048 pairs.",
         "focus_attention runs 'dense': at most 640 x 640 pairs.",
-        "focus_attention runs 'sdpa': more than 640 x 640 pairs.",
+        "focus_attention runs 'sdpa': more than 896 x 896 pairs.",
     ]
 
 
