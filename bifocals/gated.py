@@ -69,7 +69,9 @@ def gated_focus_attention(
     if segments is not None:
         query, key, value = blank_padding(query, key, value, segments)
     if backend == "auto":
-        may_be_sparse = softcap is None and not torch.compiler.is_compiling() and queries * keys > SHORT_DENSE * SHORT_DENSE
+        may_be_sparse = (
+            softcap is None and not torch.compiler.is_compiling() and queries * keys > SHORT_DENSE * SHORT_DENSE
+        )
         is_sparse = may_be_sparse and bool(((key_gates > 0).sum(dim=-1) <= 1).all())
         backend = "sdpa" if is_sparse else "dense"
     if backend == "dense" or query.shape[:3].numel() == 0:

@@ -1,8 +1,10 @@
 """Every key before a query, some rows at a time, with a mask: the fastest way while the sequence is short.
 
+The mask closes what is neither near nor a sink nor in a shared group. Here with strips of two rows:
+
     1                    rows of strip 1 read the keys up to the end of strip 1,
-    1 1                  those of strip 2 up to the end of strip 2;
-    2 2 2                the mask closes what is neither near nor a sink nor in a shared group
+    1 1
+    2 2 2                those of strip 2 up to the end of strip 2
     2 2 2 2
 """
 
@@ -31,7 +33,7 @@ def strips_attention(
     is_causal: bool,
 ) -> Float[Tensor, "batch head query dim"]:
     """Exact and differentiable like any attention of torch; for at most LONGEST keys."""
-    (batch, heads, queries, dim), (kv_heads, keys) = query.shape, key.shape[1:3]
+    (batch, heads, queries), (kv_heads, keys) = query.shape[:3], key.shape[1:3]
     precision = torch.promote_types(query.dtype, torch.float32)
     routers = max(membership.shape[1], key_membership.shape[1])
     reads, holds = (
