@@ -17,7 +17,7 @@ from bifocals.network import NetworkRouter
 from bifocals.routing import Router, sinkhorn_potentials
 
 SHARP, SHARP_STRICT = 4.0, 3.0
-UNEVEN, CROWDED, CROWD = 0.3, 3.0, 1.1  # weights of uneven shares and of those above CROWD times the fair share
+UNEVEN, CROWDED, CROWD = 0.3, 5.0, 1.1  # weights of uneven shares and of those above CROWD times the fair share
 
 
 @dataclass(frozen=True, slots=True)
