@@ -173,11 +173,11 @@ def test_bench_decode_and_prefill_measure_a_whole_model(saved_model: Path, tmp_p
         assert row["parts"].keys() == PARTS
         assert row["parts"]["routing"] > 0
         assert (row["parts"]["far"] > 0) == (row["context"] == 2500)
-    result = run("bench", "prefill", str(saved_model), "--lengths", "40,1500", *pattern)
+    result = run("bench", "prefill", str(saved_model), "--lengths", "40,2100", *pattern)
     assert result.exit_code == 0, result.output
     for row in json.loads(path.read_text())["rows"]:
         assert row["parts"].keys() == PARTS
-        assert (row["parts"]["far"] > 0) == (row["length"] == 1500)
+        assert (row["parts"]["far"] > 0) == (row["length"] == 2100)
 
 
 @pytest.mark.parametrize("wrong", [["--top-k", "9"], ["--heads", "4", "--kv-heads", "3"], ["--context", "100"]])

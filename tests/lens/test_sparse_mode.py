@@ -33,7 +33,7 @@ def test_long_text_has_the_same_gradients_as_all_pairs_written_out(router, monke
     """Of the base's weights and of the routers; gpt2 computes in float64 throughout."""
     found = {}
     for short in (0, 1000):
-        monkeypatch.setattr(gated, "SHORT", short)
+        monkeypatch.setattr(gated, "SHORT_DENSE", short)
         lens = sparse_lens(router, "gpt2")
         loss = lens.model(tiny_tokens(2, 120), labels=tiny_tokens(2, 120)).loss
         loss.backward()
