@@ -380,12 +380,13 @@ def print_perplexity(result: dict[str, Any], groups: int) -> None:
     for name in ("text", "setting", "perplexity", "recovered (95%)", "far kept", "pairs", "dominance"):
         table.add_column(name, justify="left" if name in ("text", "setting") else "right")
     for row in [*result["rows"], *({"text": "mean", **row} for row in result["mean"])]:
-        low, high = row.get("interval", (None, None))
+        low, high = row.get("interval", (0, 0))
+        interval = f" ({100 * low:.1f} to {100 * high:.1f})" if low < high else ""  # one block has none
         table.add_row(
             Path(row["text"]).name,
             row["setting"],
             _shown(row.get("perplexity"), ".2f"),
-            "" if low is None else f"{row['recovered']:.1%} ({100 * low:.1f} to {100 * high:.1f})",
+            _shown(row.get("recovered"), ".1%") + interval,
             _shown(row.get("far_kept"), ".1%"),
             _shown(row.get("pairs_kept"), ".1%"),
             _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),

@@ -68,9 +68,10 @@ def quality_table(folder: Path) -> str:
             perplexities = [ends.get((text, setting)) for setting in ("dense", "window + sinks")]
             dense, window, own = (f"{each:.2f}" if each else "" for each in (*perplexities, row.get("perplexity")))
             top_k = row["setting"].split()[-1]
+            interval = f" ({low:.1%} to {high:.1%})" if low < high else ""  # one block has none
             lines.append(
                 f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
-                f"| {row['far_kept']:.1%} | {row['recovered']:.1%} ({low:.1%} to {high:.1%}) "
+                f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} "
                 f"| {row['dominance'] * groups:.2f} |"
             )
     return "\n".join(lines)
