@@ -95,7 +95,7 @@ def draw_adaptation(runs: dict[str, dict[str, Any]]) -> Any:
 def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
     """The temperature study: loss by temperature, loss against tokens, by context, and recall."""
     figure = new_figure(11, 8)
-    (by_temperature, by_tokens), (by_context, by_pairs) = figure.subplots(2, 2)
+    (by_temperature, by_tokens), (by_context, by_length) = figure.subplots(2, 2)
     for setting, found in summary["temperatures"].items():
         _draw_interval(by_temperature, setting, found["loss"])
     by_temperature.set(xlabel="temperature", ylabel="held-out loss, nats per token", title="mean and 95% over seeds")
@@ -110,12 +110,12 @@ def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
         _draw_interval(by_context, str(context), found["more_than_standard"])
     by_context.axhline(0, color="grey", linewidth=1)
     by_context.set(xlabel="context", ylabel="loss at 0.4 less loss at 1.0", title="same seed, 95% over seeds")
-    for setting, by_number in summary["recall"].items():
-        if by_number:
-            means = [found["mean"] for found in by_number.values()]
-            by_pairs.plot([int(pairs) for pairs in by_number], means, ".-", label=setting)
-    by_pairs.set(xlabel="pairs in the context", ylabel="values recalled", ylim=(0, 1.02), title="associative recall")
-    for axes in (by_tokens, by_pairs):
+    for setting, found_at in summary["recall"].items():
+        if found_at:
+            means = [found["mean"] for found in found_at.values()]
+            by_length.plot([int(length) for length in found_at], means, ".-", label=setting)
+    by_length.set(xlabel="context", xscale="log", ylabel="values recalled", ylim=(0, 1.02), title="associative recall")
+    for axes in (by_tokens, by_length):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(title="temperature")
     return figure

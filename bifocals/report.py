@@ -93,10 +93,10 @@ def temperature_table(folder: Path) -> str:
         lines.append(f"| loss, 0.4 at context {context} | {found['loss']['seeds']} | {loss} | {apart} |")
     saved = summary["tokens_saved"]
     lines.append(f"| tokens that 0.4 saves | {saved['seeds']} | {_with_interval(saved, '.1%')} | |")
-    for setting, by_number in summary["recall"].items():
-        for pairs, found in by_number.items():
+    for setting, by_length in summary["recall"].items():
+        for length, found in by_length.items():
             shown = _with_interval(found, ".1%")
-            lines.append(f"| recall of {pairs} pairs, temperature {setting} | {found['seeds']} | {shown} | |")
+            lines.append(f"| recall in {length} tokens, temperature {setting} | {found['seeds']} | {shown} | |")
     return "\n".join(lines)
 
 

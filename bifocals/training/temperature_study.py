@@ -6,7 +6,7 @@ Three parts, each run a training from scratch that differs from its neighbours b
 
     temperature   `nano` on pydoc and the standard library's source, at ten temperatures, two of them learned
     context       standard against 0.4 at a shorter and at a longer context, as many tokens a step
-    recall        standard against 0.4 at associative recall (recall.py), asked with ever more pairs
+    recall        standard against 0.4 at associative recall (recall.py), asked in ever longer contexts
 
 The same seed is the same start and the same order of text, so temperatures are compared in pairs. Intervals are
 Student's, 95%, over seeds. A study that is stopped goes on: what its file holds is not run again, and a run that was
@@ -35,7 +35,7 @@ from bifocals.train_command import FitDisplay
 from bifocals.training.context import ContextOptions
 from bifocals.training.presets import PRESETS
 from bifocals.training.pretrain import pretrain
-from bifocals.training.recall import train_recall
+from bifocals.training.recall import TASK, train_recall
 from bifocals.training.watch import Report
 
 SOURCES = ("pydoc", "stdlib")
@@ -76,7 +76,7 @@ def trials() -> Iterator[Trial]:
                 yield Trial("temperature", setting, seed)
         for setting in (STANDARD, FOCAL):
             if seed < FEW:
-                yield Trial("recall", setting, seed, context=0)
+                yield Trial("recall", setting, seed, TASK.preset.context)
                 yield from (Trial("context", setting, seed, context) for context in OTHER_CONTEXTS)
 
 
@@ -135,7 +135,7 @@ def _text_row(trial: Trial, folder: Path, report: Report) -> Row:
 
 def _recall_row(trial: Trial, folder: Path, report: Report) -> Row:
     found = train_recall(SETTINGS[trial.setting], trial.seed, folder, report=report)
-    return {name: found[name] for name in ("accuracy", "pairs", "validation", "options", "seconds")}
+    return {name: found[name] for name in ("accuracy", "validation", "options", "seconds")}
 
 
 def stored_rows(path: Path) -> list[Row]:
@@ -226,7 +226,7 @@ def _curve(rows: list[Row], setting: str, seed: int) -> tuple[list[int], list[fl
 
 def _recall(rows: list[Row], setting: str) -> dict[str, Any]:
     own = [row["accuracy"] for row in rows if row["part"] == "recall" and row["setting"] == setting]
-    return {pairs: _interval([accuracy[pairs] for accuracy in own]) for pairs in (own[0] if own else ())}
+    return {length: _interval([accuracy[length] for accuracy in own]) for length in (own[0] if own else ())}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,18 @@ from bifocals import FocalConfig
 from bifocals.training import recall, temperature_study
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import PRESETS, Preset
-from bifocals.training.recall import KEYS, TASK, draw_recall, recall_accuracy, train_recall
+from bifocals.training.recall import (
+    ASKED,
+    FIRST_HAY,
+    FIRST_QUESTION,
+    FIRST_VALUE,
+    KEYS,
+    TASK,
+    VALUES,
+    draw_recall,
+    recall_accuracy,
+    train_recall,
+)
 from bifocals.training.temperature_study import main, summarise
 
 OPTIONS = PretrainOptions(steps=2, batch=4, micro_batch=4, warm_up=1, save_every=1, evaluate_every=1)
@@ -72,18 +83,15 @@ def test_tokens_saved_are_negative_where_the_temperature_ends_behind():
     assert saved["mean"] == pytest.approx(-0.25)
 
 
-def test_every_asked_key_was_shown_with_its_value():
-    tokens = draw_recall(50, (2, 16), 64, seed=1)
-    assert tokens.shape == (50, 64)
-    seen = set()
+def test_every_key_asked_for_was_shown_with_its_value():
+    tokens = draw_recall(50, 40, seed=1)
+    assert tokens.shape == (50, 40)
     for sequence in tokens.tolist():
-        pairs = len(set(sequence[::2]))
-        shown = dict(zip(sequence[: 2 * pairs : 2], sequence[1 : 2 * pairs : 2]))
-        assert len(shown) == pairs
-        assert all(shown[key] == value for key, value in zip(sequence[::2], sequence[1::2]))
-        assert max(shown) < KEYS <= min(shown.values())
-        seen.add(pairs)
-    assert seen == {2, 16}
+        needles = [divmod(token, VALUES) for token in sequence[:-ASKED] if token < FIRST_VALUE]
+        assert sorted(key for key, _ in needles) == list(range(KEYS))
+        asked = zip(sequence[-ASKED::2], sequence[1 - ASKED :: 2])
+        assert {(question - FIRST_QUESTION, answer - FIRST_VALUE) for question, answer in asked} == set(needles)
+        assert sum(token >= FIRST_HAY for token in sequence) == 40 - ASKED - KEYS
 
 
 def test_recall_is_measured_at_the_values_asked_for():
@@ -95,12 +103,12 @@ def test_recall_is_measured_at_the_values_asked_for():
             following[0] = 0  # knows nothing of the first sequence
             return type("Output", (), {"logits": torch.nn.functional.one_hot(following, 320).float()})
 
-    assert recall_accuracy(Oracle(), draw_recall(4, (8,), 32, seed=0)) == 0.75
+    assert recall_accuracy(Oracle(), draw_recall(4, 32, seed=0)) == 0.75
 
 
 def test_a_recall_model_is_trained_and_asked(tmp_path):
     preset = replace(SMALL, vocabulary=320, options=OPTIONS)
-    task = replace(TASK, preset=preset, pairs=(2, 4), asked=(2, 4), sequences=8)
+    task = replace(TASK, preset=preset, lengths=(32, 64), sequences=8)
     found = train_recall(FocalConfig(temperature=0.4), 0, tmp_path / "run", task)
-    assert list(found["accuracy"]) == ["2", "4"]
+    assert list(found["accuracy"]) == ["32", "64"]
     assert recall.train_recall(FocalConfig(temperature=0.4), 0, tmp_path / "run", task)["accuracy"] == found["accuracy"]
