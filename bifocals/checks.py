@@ -4,6 +4,31 @@ import torch
 from torch import Tensor
 
 
+def check_focus(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    sinks: int,
+    segments: Tensor | None,
+    temperature: float | Tensor,
+    scale: float | None,
+    softcap: float | None,
+    reach: int | None,
+) -> float | Tensor:
+    """What every form of Focus is given but its groups or gates; returns the temperature, as it divides queries."""
+    check_heads(query, key, value)
+    check_segments(segments, key)
+    check_counts(window, sinks)
+    check_positive("temperature", temperature)
+    if isinstance(temperature, Tensor):
+        temperature = temperature_per_query(temperature, query)
+    check_positive("scale", scale)
+    check_positive("softcap", softcap)
+    check_positive("reach", reach)
+    return temperature
+
+
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
@@ -102,21 +127,23 @@ def check_group_count(name: str, membership: Tensor, key_membership: Tensor) -> 
         )
 
 
-def check_gates(name: str, gates: Tensor, query: Tensor, key: Tensor, length: int) -> None:
+def check_gates(gates: Tensor, key_gates: Tensor, query: Tensor, key: Tensor) -> None:
     batch, heads, kv_heads = query.shape[0], query.shape[1], key.shape[1]
-    fits = (
-        gates.ndim == 4
-        and gates.is_floating_point()
-        and gates.shape[0] == batch
-        and gates.shape[1] in (1, kv_heads, heads)
-        and gates.shape[2] == length
-    )
-    if not fits:
-        raise ValueError(
-            f"{name}: expected floats of shape (batch, 1 | kv_head | head, length, groups) = "
-            f"({batch}, 1 | {kv_heads} | {heads}, {length}, groups), got {gates.dtype} of shape {tuple(gates.shape)}. "
-            "They are the softmax over groups of a router's scores."
+    for name, each, length in (("gates", gates, query.shape[2]), ("key_gates", key_gates, key.shape[2])):
+        fits = (
+            each.ndim == 4
+            and each.is_floating_point()
+            and each.shape[0] == batch
+            and each.shape[1] in (1, kv_heads, heads)
+            and each.shape[2] == length
         )
+        if not fits:
+            raise ValueError(
+                f"{name}: expected floats of shape (batch, 1 | kv_head | head, length, groups) = "
+                f"({batch}, 1 | {kv_heads} | {heads}, {length}, groups), got {each.dtype} of shape "
+                f"{tuple(each.shape)}. They are the softmax over groups of a router's scores."
+            )
+    check_group_count("gates", gates, key_gates)
 
 
 def check_counts(window: int, sinks: int) -> None:

@@ -31,16 +31,7 @@ from bifocals.autocast import as_autocast
 from bifocals.backends.dense import dense_attention
 from bifocals.backends.operator import focus_forward
 from bifocals.backends.strips import LONGEST, strips_attention
-from bifocals.checks import (
-    check_counts,
-    check_gates,
-    check_group_count,
-    check_heads,
-    check_membership,
-    check_positive,
-    check_segments,
-    temperature_per_query,
-)
+from bifocals.checks import check_focus, check_gates, check_group_count, check_membership, check_positive
 from bifocals.focal import focal_attention
 from bifocals.segments import blank_padding, is_padding, segment_starts, visible_pairs
 
@@ -81,15 +72,7 @@ def focus_attention(
     torch.Size([1, 2, 300, 16])
     """
     query, key, value = as_autocast(query, key, value)
-    check_heads(query, key, value)
-    check_segments(segments, key)
-    check_counts(window, sinks)
-    check_positive("temperature", temperature)
-    if isinstance(temperature, Tensor):
-        temperature = temperature_per_query(temperature, query)
-    check_positive("scale", scale)
-    check_positive("softcap", softcap)
-    check_positive("reach", reach)
+    temperature = check_focus(query, key, value, window, sinks, segments, temperature, scale, softcap, reach)
     if key_membership is None:
         check_membership("membership", membership, query, key, key.shape[2])
         key_membership = membership
@@ -313,19 +296,9 @@ def soft_focus_attention(
     sigmoid    logit * sigmoid(slope * a)    the paper's; never closes
     """
     query, key, value = as_autocast(query, key, value)
-    check_heads(query, key, value)
-    check_segments(segments, key)
-    check_counts(window, sinks)
-    check_positive("temperature", temperature)
-    if isinstance(temperature, Tensor):
-        temperature = temperature_per_query(temperature, query)
-    check_positive("scale", scale)
-    check_positive("softcap", softcap)
-    check_positive("reach", reach)
+    temperature = check_focus(query, key, value, window, sinks, segments, temperature, scale, softcap, reach)
     check_positive("slope", slope)
-    check_gates("gates", gates, query, key, query.shape[2])
-    check_gates("key_gates", key_gates, query, key, key.shape[2])
-    check_group_count("gates", gates, key_gates)
+    check_gates(gates, key_gates, query, key)
     if gate not in ("log", "sigmoid"):
         raise ValueError(f"gate: expected 'log' or 'sigmoid', got {gate!r}. 'log' becomes the hard pattern.")
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]

@@ -18,15 +18,7 @@ from torch.nn.functional import pad
 from bifocals.autocast import as_autocast
 from bifocals.backends.dense import dense_attention
 from bifocals.backends.gated import gated_attention
-from bifocals.checks import (
-    check_counts,
-    check_gates,
-    check_group_count,
-    check_heads,
-    check_positive,
-    check_segments,
-    temperature_per_query,
-)
+from bifocals.checks import check_focus, check_gates
 from bifocals.focus import SHORT_DENSE, always_read, focus_pairs
 from bifocals.segments import blank_padding, is_padding, segment_starts
 
@@ -53,17 +45,8 @@ def gated_focus_attention(
     With a softcap, or keys in several groups, all pairs are written out.
     """
     query, key, value = as_autocast(query, key, value)
-    check_heads(query, key, value)
-    check_segments(segments, key)
-    check_counts(window, sinks)
-    check_positive("temperature", temperature)
-    if isinstance(temperature, Tensor):
-        temperature = temperature_per_query(temperature, query)
-    for name, number in (("scale", scale), ("softcap", softcap), ("reach", reach)):
-        check_positive(name, number)
-    check_gates("gates", gates, query, key, query.shape[2])
-    check_gates("key_gates", key_gates, query, key, key.shape[2])
-    check_group_count("gates", gates, key_gates)
+    temperature = check_focus(query, key, value, window, sinks, segments, temperature, scale, softcap, reach)
+    check_gates(gates, key_gates, query, key)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     queries, keys = query.shape[2], key.shape[2]
     if segments is not None:
