@@ -26,6 +26,7 @@ from bifocals.training.mass_loss import (
 )
 from bifocals.training.processes import sum_gradients, sum_over_processes
 from bifocals.training.sequences import Sequences
+from bifocals.training.watch import COLLAPSED, PATIENCE, REMEDY
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,6 @@ WARM_UP = 10  # steps
 SOFT = 0.55  # share of the joint steps in which groups form; in the rest they are made even
 POTENTIAL_RATE = 0.2
 START_ROUNDS, FINAL_ROUNDS = 100, 300  # in which potentials are found that make groups even
-COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
-REMEDY = (
-    "Dominance was above {limit:g} times the fair share for {steps} steps in layer {layer}: its groups are collapsing. "
-    "Fit on more and more varied text, lower the rate, or use fewer groups."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +224,7 @@ class LayerFit:
         self.crowded = self.crowded + 1 if dominance * self.groups > COLLAPSED else 0
         warning = None
         if self.crowded == PATIENCE:
-            warning = REMEDY.format(limit=COLLAPSED, steps=PATIENCE, layer=self.progress.layer)
+            warning = REMEDY.format(limit=COLLAPSED, steps=PATIENCE, where=f" in layer {self.progress.layer}")
             logger.warning(warning)
         if warning is None and step % self.options.report_every and step != self.steps:
             return

@@ -12,8 +12,8 @@ from bifocals.training.mass_kept import far_mass_kept
 
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
-    "Dominance was above {limit:g} times the fair share for {steps} steps: the groups are collapsing. Lower the rate, "
-    "use more varied text or fewer groups, or fit by the mass objective, which has balance in its loss."
+    "Dominance was above {limit:g} times the fair share for {steps} steps{where}: groups are collapsing. Lower the "
+    "rate, or use more text, more varied text or fewer groups."
 )
 
 
@@ -82,4 +82,5 @@ class CollapseWatch:
         self.since = step if self.since is None else self.since
         if step - self.since < PATIENCE:
             return None
-        return REMEDY.format(limit=COLLAPSED, steps=step - self.since)
+        told = REMEDY.format(limit=COLLAPSED, steps=step - self.since, where="")
+        return f"{told} Or fit by the mass objective, which has balance in its loss."
