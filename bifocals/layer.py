@@ -39,18 +39,23 @@ class Settings:
     capture: "Captures | None" = None
 
 
-class Captures(Protocol):
-    """Takes what the layers would route and attend, while they compute the base's own attention."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a layer would route and attend, and how it would scale its logits."""
 
-    def take(
-        self,
-        layer: str,
-        routed: tuple[Tensor, ...],
-        query: Tensor,
-        key: Tensor,
-        pattern: BasePattern,
-        how: dict[str, Any],
-    ) -> None: ...
+    routed: tuple[Tensor, ...]
+    query: Tensor
+    key: Tensor
+    pattern: BasePattern
+    scale: float
+    softcap: float | None
+    temperature: float | Tensor
+
+
+class Captures(Protocol):
+    """Takes what passes through the layers, while they compute the base's own attention."""
+
+    def take(self, layer: str, taken: Taken) -> None: ...
 
 
 class Seen(threading.local):
@@ -133,7 +138,9 @@ class LayerLens(nn.Module):
             return cross_attention(query, key, value, pattern, **how)
         routed = self._routed(hidden)
         if self.settings.capture is not None:
-            self.settings.capture.take(self.name, routed, query, key, pattern, how)
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            taken = Taken(routed, query, key, pattern, scale, softcap, temperature)
+            self.settings.capture.take(self.name, taken)
             return base_attention(query, key, value, pattern, **how)
         reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)
         if isinstance(memory, GroupedLayer):

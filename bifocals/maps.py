@@ -10,7 +10,6 @@ the three differ by what the layer itself does with it.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bifocals.config import FocalConfig
-from bifocals.interface import BasePattern
-from bifocals.layer import LayerLens
+from bifocals.layer import LayerLens, Taken
 from bifocals.lens import attach, evaluating, lens_of
 from bifocals.segments import visible_pairs
 
@@ -75,44 +73,28 @@ class _Seen:
     entropy: dict[str, dict[str, float]] = field(default_factory=dict)
     effective: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def take(
-        self,
-        layer: str,
-        routed: tuple[Tensor, ...],
-        query: Tensor,
-        key: Tensor,
-        pattern: BasePattern,
-        how: dict[str, Any],
-    ) -> None:
-        for kind, attention in self._kinds(layer, routed, query, key, pattern, how).items():
+    def take(self, layer: str, taken: Taken) -> None:
+        for kind, attention in self._kinds(layer, taken).items():
             entropy = -torch.special.xlogy(attention, attention).sum(dim=-1)
             self.entropy.setdefault(kind, {})[layer] = entropy.mean().item()
             self.effective.setdefault(kind, {})[layer] = entropy.exp().mean().item()
             if layer == self.layer:
                 self.attention[kind] = attention[self.head].cpu()
 
-    def _kinds(
-        self,
-        layer: str,
-        routed: tuple[Tensor, ...],
-        query: Tensor,
-        key: Tensor,
-        pattern: BasePattern,
-        how: dict[str, Any],
-    ) -> Kinds:
-        scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
-        heads, length = query.shape[1], query.shape[2]
-        key = key.repeat_interleave(heads // key.shape[1], dim=1)
-        logits = (query[0] * scale).float() @ key[0].float().mT  # (head, query, key)
-        if how["softcap"] is not None:
-            logits = how["softcap"] * torch.tanh(logits / how["softcap"])
+    def _kinds(self, layer: str, taken: Taken) -> Kinds:
+        query, pattern = taken.query[0], taken.pattern
+        heads, length = query.shape[:2]
+        key = taken.key[0].repeat_interleave(heads // taken.key.shape[1], dim=0)
+        logits = (query * taken.scale).float() @ key.float().mT  # (head, query, key)
+        if taken.softcap is not None:
+            logits = taken.softcap * torch.tanh(logits / taken.softcap)
         pairs = visible_pairs(length, length, None, pattern.is_causal, pattern.reach, query.device)[0]
-        own = how["temperature"][0] if isinstance(how["temperature"], Tensor) else how["temperature"]
+        own = taken.temperature[0] if isinstance(taken.temperature, Tensor) else taken.temperature
         found = {"standard": _softmax(logits, pairs)}
         if self.temperature is not None or not isinstance(own, float) or own != 1:
             found["focal"] = _softmax(logits / (own if self.temperature is None else self.temperature), pairs)
         if self.lenses[layer].router is not None:
-            found["Focus"] = _softmax(logits / own, pairs & self._kept(layer, routed, heads))
+            found["Focus"] = _softmax(logits / own, pairs & self._kept(layer, taken.routed, heads))
         return found
 
     def _kept(self, layer: str, routed: tuple[Tensor, ...], heads: int) -> Tensor:

@@ -8,12 +8,11 @@ Both grow with the length alone: rows of attention, length long, are computed fo
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bifocals.interface import BasePattern
+from bifocals.layer import Taken
 from bifocals.lens import Lens, evaluating
 
 
@@ -65,29 +64,18 @@ class Capture:
         self.layers: dict[str, LayerCapture] = {}
         self.rows = torch.empty(0, dtype=torch.long)
 
-    def take(
-        self,
-        layer: str,
-        routed: tuple[Tensor, ...],
-        query: Tensor,
-        key: Tensor,
-        pattern: BasePattern,
-        how: dict[str, Any],
-    ) -> None:
-        """Called by each layer, with what it would route and attend; ``how`` is how it scales logits."""
+    def take(self, layer: str, taken: Taken) -> None:
         if layer not in self.names:
             return
         kept = self.layers.setdefault(layer, LayerCapture())
-        temperature, softcap = how["temperature"], how["softcap"]
-        scale = query.shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
-        kept.reach, kept.is_causal = pattern.reach, pattern.is_causal
-        rows = self.rows.to(query.device)
-        softcap = None if softcap is None else softcap / temperature
+        kept.reach, kept.is_causal = taken.pattern.reach, taken.pattern.is_causal
+        rows = self.rows.to(taken.query.device)
+        softcap = None if taken.softcap is None else taken.softcap / taken.temperature
         kept.softcap.append(softcap[0, :, rows] if isinstance(softcap, Tensor) else softcap)
-        kept.query.append(_compact((query * (scale / temperature))[0, :, rows]))
-        kept.key.append(_compact(key[0]))
-        kept.routed_rows.append(_compact(routed[0][0].index_select(-2, rows)))
-        kept.routed_keys.append(_compact(routed[-1][0]))
+        kept.query.append(_compact((taken.query * (taken.scale / taken.temperature))[0, :, rows]))
+        kept.key.append(_compact(taken.key[0]))
+        kept.routed_rows.append(_compact(taken.routed[0][0].index_select(-2, rows)))
+        kept.routed_keys.append(_compact(taken.routed[-1][0]))
 
 
 def _compact(tensor: Tensor) -> Tensor:
