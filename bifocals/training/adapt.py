@@ -9,7 +9,7 @@ Beside it the model is trained on at temperature 1, on the same text in the same
 is worth against that.
 
 out/run.json          what is adapted, on what and how; a run resumes only as what it was
-out/checkpoints/      where it stands
+out/checkpoints/      where both runs stand, until they are done
 out/model/            a stock transformers checkpoint and its tokenizer, once it is adapted
 out/lens/             the temperature; `bifocals fold` puts it into the weights
 out/results.json      losses of both runs, and perplexities on text held out
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bifocals.adapter import fingerprint
-from bifocals.benchmarks.measuring import surroundings, write_json
+from bifocals.benchmarks.measuring import surroundings
 from bifocals.config import FocalConfig
 from bifocals.evaluation.perplexity import DRAWS, block_loss
 from bifocals.families import attention_sites
@@ -42,7 +42,7 @@ from bifocals.training.options import AdaptOptions
 from bifocals.training.pretrain import describe, expect_one_batch, save_model
 from bifocals.training.processes import is_first_process, join_processes
 from bifocals.training.query_scale import expect_scalable, put_scales_into_weights, relearn_scales
-from bifocals.training.run import CHECKPOINTS, RESULTS, expect_accelerate, open_run, training
+from bifocals.training.run import CHECKPOINTS, close_run, expect_accelerate, finished, open_run, training
 from bifocals.training.sharding import sharded
 from bifocals.training.watch import Report
 from bifocals.training.whole import Trained, WholeTrainer
@@ -80,6 +80,10 @@ def adapt(
         expect_scalable(lens)
     described = {"weights": fingerprint(model), "context": asdict(longer), **describe(lens, blocks, options)}
     open_run(out, described, resume)
+    done = finished(out, len(kept_out.tokens))
+    if done is not None:
+        lens.detach()
+        return done
     with lens.disabled():
         measured = {"base": measure(model, kept_out.tokens)}
     put_positions(model, stretched)
@@ -104,6 +108,7 @@ def adapt(
         **described,
         "runs": {name: asdict(run) for name, run in runs.items()},
         "held_out": {name: against(losses, measured["base"]) for name, losses in measured.items()},
+        "measured_on": len(kept_out.tokens),
         "beyond": beyond,
         "surroundings": surroundings(),
     }
@@ -112,7 +117,7 @@ def adapt(
             from bifocals.plots import draw_adaptation, save_figure
 
             save_figure(draw_adaptation(results["runs"]), out / "losses.png")
-        write_json(out / RESULTS, results)
+        close_run(out, results)
     return results
 
 

@@ -7,6 +7,7 @@ run itself has.
 import json
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ def last_checkpoint(folder: Path) -> Path | None:
     for each in folder.glob(".checkpoint-*"):
         shutil.rmtree(each, ignore_errors=True)
     return next(iter(_checkpoints(folder)[::-1]), None)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Of a run that is done. A folder that holds more than checkpoints, such as logs, stays with the rest of it."""
+    if not folder.is_dir():
+        return
+    for each in folder.iterdir():
+        if NAME.fullmatch(each.name):
+            shutil.rmtree(each, ignore_errors=True)
+        elif not each.is_symlink():
+            remove_checkpoints(each)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def read_checkpoint(folder: Path, expected: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Train a model from scratch with a temperature, and with Focus if wanted: what `bifocals pretrain` does.
 
 out/run.json          what is trained, on what and how; a run resumes only as what it was
-out/checkpoints/      where it stands
+out/checkpoints/      where it stands, until it is done
 out/model/            a stock transformers checkpoint and its tokenizer, once it is trained
 out/lens/             the temperature, and the routers of Focus; `bifocals fold` puts a constant into the weights
 out/results.json      losses, bits per byte, temperatures, operations and time
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from bifocals.benchmarks.measuring import surroundings, write_json
+from bifocals.benchmarks.measuring import surroundings
 from bifocals.config import FocalConfig, FocusConfig
 from bifocals.evaluation.perplexity import block_loss
 from bifocals.files import new_folder
@@ -34,7 +34,15 @@ from bifocals.training.mass import calibrate
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
 from bifocals.training.processes import is_first_process, join_processes
-from bifocals.training.run import CHECKPOINTS, RESULTS, calibration, expect_accelerate, open_run, training
+from bifocals.training.run import (
+    CHECKPOINTS,
+    calibration,
+    close_run,
+    expect_accelerate,
+    finished,
+    open_run,
+    training,
+)
 from bifocals.training.sharding import sharded
 from bifocals.training.tokenizer import token_bytes, train_tokenizer
 from bifocals.training.watch import Report
@@ -73,6 +81,9 @@ def pretrain(
         lens.mode = "sparse" if is_sparse else "soft"
     described = {"mode": lens.mode, **describe(lens, blocks, options)}
     open_run(out, described, resume)
+    done = finished(out, len(kept_out.tokens))
+    if done is not None:
+        return done
     with sharded(lens) if options.shard else nullcontext(), training(lens, is_full=True):
         trainer = WholeTrainer(lens, blocks.tokens, kept_out.tokens, out / CHECKPOINTS, options, report=report)
         trainer.train_from(last_checkpoint(out / CHECKPOINTS))
@@ -83,11 +94,12 @@ def pretrain(
     results = {**asdict(trainer.trained()), **described}
     if is_first_process():
         results["held_out"] = measure(lens, blocks.tokens, kept_out.tokens, tokenizer)
+        results["measured_on"] = len(kept_out.tokens)
         results["beyond"] = measure_beyond(lens.model, sources, tokenizer, length, limit=held_out)
         results["surroundings"] = surroundings()
         save_model(lens, tokenizer, out)
         draw_learned(out, results)
-        write_json(out / RESULTS, results)  # last: where they are, everything is
+        close_run(out, results)
     return results
 
 

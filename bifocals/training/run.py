@@ -25,7 +25,7 @@ from bifocals.config import FocusConfig
 from bifocals.evaluation.perplexity import evaluate
 from bifocals.lens import Lens, attach, lens_of
 from bifocals.training.baselines import Baseline, balance, fit_kmeans
-from bifocals.training.checkpoint import CheckpointError, last_checkpoint
+from bifocals.training.checkpoint import CheckpointError, last_checkpoint, remove_checkpoints
 from bifocals.training.data import Blocks, load_blocks
 from bifocals.training.mass import MassOptions, MassProgress, calibrate, fit_mass
 from bifocals.training.options import LoraOptions, TrainOptions
@@ -170,6 +170,34 @@ def open_run(out: Path, described: dict[str, Any], resume: bool) -> None:
     wait_for_all()
     if is_first_process() and not resume:
         write_json(path, described)
+
+
+def finished(out: Path, sequences: int) -> dict[str, Any] | None:
+    """The results of a run that is done, if it is: nothing of it is trained or measured again."""
+    path = out / RESULTS
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_text())
+        measured_on = results.get("measured_on", sequences)
+    except (OSError, ValueError, AttributeError, RecursionError) as reason:
+        raise CheckpointError(
+            f"{path}: expected the results of a run ({reason}). Start anew in another folder."
+        ) from reason
+    if measured_on != sequences:
+        raise CheckpointError(
+            f"{out} holds a run that is done, measured on {measured_on} sequences held out: expected as many, got "
+            f"{sequences}. Give the same --held-out, or another --out."
+        )
+    if is_first_process():
+        remove_checkpoints(out / CHECKPOINTS)  # it may have been stopped before it had
+    return results
+
+
+def close_run(out: Path, results: dict[str, Any]) -> None:
+    """Results are written last: where they are, everything is, and nothing is left to resume."""
+    write_json(out / RESULTS, results)
+    remove_checkpoints(out / CHECKPOINTS)
 
 
 def expect_accelerate() -> None:

@@ -8,11 +8,12 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
-from bifocals import FocalConfig, attach, fold, load
+from bifocals import FocalConfig, attach, fold, lens_of, load
 from bifocals.cli import main
 from bifocals.models import load_model
 from bifocals.testing import tiny_model
 from bifocals.training.adapt import adapt
+from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.context import ContextOptions, put_positions, stretch
 from bifocals.training.options import AdaptOptions
 from bifocals.training.query_scale import expect_scalable, put_scales_into_weights, relearn_scales
@@ -120,6 +121,67 @@ def test_a_stopped_adaptation_goes_on_exactly(schedule, saved_model, tmp_path, m
         assert parts["runs"][name]["losses"] == whole["runs"][name]["losses"]
         assert parts["runs"][name]["validation"] == whole["runs"][name]["validation"]
     assert parts["held_out"] == whole["held_out"]
+
+
+def files(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_checkpoints_of_both_runs_stay_until_both_are_done(saved_model, tmp_path):
+    out, stopped = tmp_path / "out", []
+
+    def stop(progress):
+        stopped.append(progress.step)
+        if stopped == [1, 2, 3, 4, 1, 2, 3]:
+            raise KeyboardInterrupt
+
+    whole = run(saved_model, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(saved_model, out, report=stop)
+    assert sorted(path.parent.name for path in out.glob("checkpoints/*/checkpoint-*")) == ["adapted", "continued"]
+    seen = []
+    parts = run(saved_model, out, resume=True, report=lambda progress: seen.append(progress.step))
+    assert seen == [3, 4]
+    assert parts["held_out"] == whole["held_out"]
+    assert not (out / "checkpoints").exists()
+    assert {path.parts[0] for path in files(out)} == {"run.json", "model", "lens", "results.json", "losses.png"}
+
+
+def test_an_adaptation_that_is_done_is_not_run_again(saved_model, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    results = run(saved_model, out)
+    before = files(out)
+    left = out / "checkpoints" / "adapted" / "checkpoint-4"  # as if it had been stopped before it was removed
+    left.mkdir(parents=True)
+    (left / "state.safetensors").write_bytes(b"large")
+    monkeypatch.setattr(WholeTrainer, "train_from", None)
+    loaded = load_model(str(saved_model))
+    text, how = [str(saved_model / "text.txt")], {"options": OPTIONS, "longer": SHORT, "resume": True}
+    assert adapt(loaded.model, loaded.tokenizer, text, out, held_out=2, **how) == results
+    assert lens_of(loaded.model) is None
+    assert files(out) == before
+    with pytest.raises(CheckpointError, match=r"measured on 2 sequences held out: expected as many, got 1"):
+        adapt(loaded.model, loaded.tokenizer, text, out, held_out=1, **how)
+
+
+def test_logs_beside_the_checkpoints_stay(saved_model, tmp_path):
+    logs = tmp_path / "out" / "checkpoints" / "adapted" / "runs" / "events"
+
+    def log(progress):
+        logs.parent.mkdir(parents=True, exist_ok=True)
+        logs.write_text("logged")
+
+    run(saved_model, tmp_path / "out", report=log)
+    assert [path for path in (tmp_path / "out" / "checkpoints").rglob("*") if path.is_file()] == [logs]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
+def test_results_that_cannot_be_read_are_not_run_over(content, saved_model, tmp_path):
+    run(saved_model, tmp_path / "out", options=AdaptOptions(steps=1, batch=2, warm_up=0))
+    (tmp_path / "out" / "results.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"results\.json: expected the results of a run.* another folder"):
+        run(saved_model, tmp_path / "out", options=AdaptOptions(steps=1, batch=2, warm_up=0), resume=True)
+    assert (tmp_path / "out" / "results.json").read_bytes() == content
 
 
 def test_a_model_is_adapted_at_stretched_positions_and_measured_past_its_context(saved_model, tmp_path):

@@ -17,6 +17,7 @@ from bifocals.training.flops import forward_flops
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
 from bifocals.training.pretrain import pretrain
+from bifocals.training.whole import WholeTrainer
 
 OPTIONS = PretrainOptions(steps=6, batch=4, micro_batch=2, warm_up=2, save_every=3, evaluate_every=3)
 SMALL = Preset(hidden=32, intermediate=48, layers=2, heads=2, vocabulary=300, context=32, options=OPTIONS)
@@ -35,6 +36,11 @@ def text(tmp_path):
 
 def run(text, out, preset=SMALL, focal=FOCAL, **changes):
     return pretrain(preset, text, out, focal=focal, held_out=2, **changes)
+
+
+def stop(progress):
+    if progress.step == 5:
+        raise KeyboardInterrupt
 
 
 def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path):
@@ -58,23 +64,21 @@ def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path
     [(FOCAL, {}), (REFINED, {"focus": FocusConfig(groups=2, window=4, sinks=1), "is_sparse": True})],
     ids=["constant", "learned, with Focus"],
 )
-def test_a_stopped_run_goes_on_exactly(focal, more, text, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_exactly(focal, more, text, tmp_path):
     whole = run(text, tmp_path / "whole", focal=focal, **more)
-    from bifocals.training.whole import WholeTrainer
-
-    def stop(self, *others, **named):
-        if self.state.global_step == 4:
-            raise KeyboardInterrupt
-        return compute_loss(self, *others, **named)
-
-    compute_loss = WholeTrainer.compute_loss
-    monkeypatch.setattr(WholeTrainer, "compute_loss", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(text, tmp_path / "parts", focal=focal, **more)
-    monkeypatch.setattr(WholeTrainer, "compute_loss", compute_loss)
+        run(text, tmp_path / "parts", focal=focal, report=stop, **more)
     parts = run(text, tmp_path / "parts", focal=focal, resume=True, **more)
     assert parts["losses"] == whole["losses"]
     assert parts["validation"] == whole["validation"]
+
+
+def test_a_run_that_is_done_keeps_no_checkpoint_and_is_not_run_again(text, tmp_path, monkeypatch):
+    results = run(text, tmp_path / "out", focal=REFINED)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"run.json", "model", "lens", "results.json", "temperatures.png"}
+    monkeypatch.setattr(WholeTrainer, "train_from", None)
+    assert run(text, tmp_path / "out", focal=REFINED, resume=True) == results
 
 
 def test_what_temperatures_were_learned_is_stored_and_drawn(text, tmp_path):
@@ -158,14 +162,14 @@ def test_a_run_of_another_shape_is_not_resumed_and_not_overwritten(text, tmp_pat
 
 
 def test_a_checkpoint_of_another_shape_is_refused(text, tmp_path):
-    run(text, tmp_path / "small")
-    run(text, tmp_path / "large", preset=replace(SMALL, hidden=64))
+    for name, hidden in (("small", 32), ("large", 64)):
+        with pytest.raises(KeyboardInterrupt):
+            run(text, tmp_path / name, preset=replace(SMALL, hidden=hidden), report=stop)
     shutil.rmtree(tmp_path / "small" / "checkpoints")
     shutil.copytree(tmp_path / "large" / "checkpoints", tmp_path / "small" / "checkpoints")
-    kept = json.loads((tmp_path / "small" / "results.json").read_text())
     with pytest.raises(CheckpointError, match=r"expected .* of torch\.float32, got"):
         run(text, tmp_path / "small", resume=True)
-    assert json.loads((tmp_path / "small" / "results.json").read_text()) == kept
+    assert not (tmp_path / "small" / "results.json").exists()
 
 
 def test_operations_fall_with_the_pairs_that_are_read():
