@@ -26,7 +26,7 @@ from bifocals.growing import with_slack
 PIECE = 512  # keys that are worth a thread of their own
 MOST_PIECES = 64  # fewer than a piece has keys
 
-Numbers = Int[np.ndarray, "batch router token"]  # the group of each key, counted from 1; 0 is none
+Numbers = Int[np.ndarray, "batch router known"]  # the group of each key, the last ones not; from 1 on, 0 is none
 
 
 class Shelf:

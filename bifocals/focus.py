@@ -38,9 +38,10 @@ from bifocals.segments import blank_padding, is_padding, segment_starts, visible
 logger = logging.getLogger(__name__)
 
 # Up to so many queries and keys a mask is faster than sorting:
-SHORT_SHARED = 896  # in strips, if queries read the groups that they are in as keys
-SHORT = 2048  # in strips, if they read others
+SHORT = 2048  # in strips
+SHORT_SPARSE = 896  # in strips, if few queries read more than one group
 SHORT_DENSE = 640  # all pairs at once, where strips cannot be
+FEW_READ = 1.2  # groups of a query, on average
 
 
 def focus_attention(
@@ -142,8 +143,8 @@ def fastest_backend(
         choice, reason = "dense", "a softcap, and every pair or a temperature tensor"
     else:
         may_strip = is_plain and keys <= LONGEST
-        is_shared = membership.shape == key_membership.shape and torch.equal(membership, key_membership)
-        short = SHORT_DENSE if not may_strip else SHORT_SHARED if is_shared else SHORT
+        is_sparse = int(membership.sum()) <= FEW_READ * membership[..., 0].numel()
+        short = SHORT_DENSE if not may_strip else SHORT_SPARSE if is_sparse else SHORT
         if queries * keys > short * short:
             choice, reason = "sdpa", f"more than {short} x {short} pairs"
         else:

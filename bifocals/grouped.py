@@ -3,9 +3,12 @@
 While the sequence is short, keys and values lie in time order and a step masks what its query does not read: that is
 fastest there. Once it is long they are filed by group (filed.py). Whatever needs the time order (a long piece of a
 prompt, padding between tokens, a graph) gets it back, and the next single token files them anew.
+
+The groups of the last keys are not needed while they are near: they are found later, for many tokens at once.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from bifocals.autocast import without_autocast
 from bifocals.backends.call import attend
 from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
@@ -21,6 +25,14 @@ from bifocals.memory import Memory
 
 LONG = 2048  # tokens from which on reading some groups pays for keeping them apart, for each reader of a key
 FEW = 16  # new tokens that are attended one by one; for more, all keys go back to time order
+POSTPONED = 32  # near keys, at most, whose groups are not found yet
+
+
+class Later(NamedTuple):
+    """How to find the groups of a new token's key, once they are asked for."""
+
+    routed: Float[Tensor, "*any 1 size"]
+    holds: Callable[[Float[Tensor, "*any new size"]], Bool[Tensor, "batch router new group"]]
 
 
 class GroupedLayer(Memory, DynamicLayer):
@@ -29,7 +41,8 @@ class GroupedLayer(Memory, DynamicLayer):
     _flat: tuple[Growing, Growing] | None  # keys and values in time order; or
     _filed: Filed | None  # by group, and
     _new: tuple[Tensor, Tensor] | None  # those that came in and are not yet filed
-    _numbers: GrowingArray | None  # of the groups that the keys are in
+    _numbers: GrowingArray | None  # of the groups that the keys are in, but for
+    _later: list[Later]  # the last ones, which are near
     _sums: Growing | None
 
     def __init__(self, layer: DynamicLayer, focus: FocusConfig) -> None:
@@ -41,6 +54,7 @@ class GroupedLayer(Memory, DynamicLayer):
 
     def reset(self) -> None:
         self._flat = self._filed = self._new = self._numbers = self._sums = None
+        self._later = []
 
     @property
     def is_filed(self) -> bool:
@@ -66,7 +80,7 @@ class GroupedLayer(Memory, DynamicLayer):
 
     @property
     def known(self) -> int:
-        return 0 if self._numbers is None else self._numbers.length
+        return 0 if self._numbers is None else self._numbers.length + len(self._later)
 
     def shape(self) -> torch.Size:
         return self._some_keys().shape
@@ -97,19 +111,36 @@ class GroupedLayer(Memory, DynamicLayer):
 
     def remember(
         self,
-        holds: Bool[Tensor, "batch router new group"],
+        holds: Bool[Tensor, "batch router new group"] | Later,
         is_real: Bool[Tensor, "batch new"] | None,
         sums: Float[Tensor, "batch 1 new size"] | None,
     ) -> None:
         """What is to be known of the new tokens, after their keys went in."""
-        is_in = holds.cpu().numpy()
-        if is_real is not None:
-            is_in = is_in & is_real.cpu().numpy()[:, None, :, None]
-        numbers = ((is_in.argmax(axis=-1) + 1) * is_in.any(axis=-1)).astype(np.int16)
         if sums is not None and self._sums is not None:
             self._sums.append(sums)
         elif sums is not None:
             self._sums = Growing(sums)
+        if isinstance(holds, Later) and is_real is None and self._numbers is not None:
+            self._later.append(holds)
+            if len(self._later) > min(self.focus.window, POSTPONED):
+                self._settle()
+        else:
+            self._settle()
+            self._number(holds.holds(holds.routed) if isinstance(holds, Later) else holds, is_real)
+
+    def _settle(self) -> None:
+        """Find the groups that were left for later."""
+        if self._later:
+            routed = torch.cat([later.routed for later in self._later], dim=-2)
+            with without_autocast(routed):
+                self._number(self._later[0].holds(routed), None)
+            self._later = []
+
+    def _number(self, holds: Bool[Tensor, "batch router new group"], is_real: Bool[Tensor, "batch new"] | None) -> None:
+        is_in = holds.cpu().numpy()
+        if is_real is not None:
+            is_in = is_in & is_real.cpu().numpy()[:, None, :, None]
+        numbers = ((is_in.argmax(axis=-1) + 1) * is_in.any(axis=-1)).astype(np.int16)
         if self._numbers is not None:
             self._numbers.append(numbers)
         else:
@@ -120,10 +151,12 @@ class GroupedLayer(Memory, DynamicLayer):
 
     def membership(self) -> Bool[Tensor, "batch router token group"]:
         """The groups of all keys."""
+        self._settle()
         is_in = self._known_numbers()[..., None] == np.arange(1, self.focus.groups + 1)
         return torch.from_numpy(is_in).to(self._some_keys().device)
 
     def _known_numbers(self) -> Numbers:
+        """Of all keys that have left the window, at least."""
         assert self._numbers is not None, "the groups of keys are remembered before they are asked for"
         return self._numbers.held
 
@@ -202,21 +235,26 @@ class GroupedLayer(Memory, DynamicLayer):
         near, mask = length - 1 - self.focus.window, None
         rows = query.reshape(batch, kv_heads, -1, dim)  # the heads that share keys are the rows of one call
         if near > 0 or any(starts):
+            far = max(near, 0)
             # Of each number that a key can have, what is added to its logit.
             added = np.full((*reads.shape[:2], self.focus.groups + 1), -np.inf, dtype=np.float32)
             added[:, :, 1:][reads.cpu().numpy()] = 0
-            numbers = self._known_numbers()
+            numbers = self._known_numbers()[:, :, :far]
             finest = max(reads.shape[1], numbers.shape[1], kv_heads)
             added, numbers = _repeat(added, finest), _repeat(numbers, finest)
-            masked = np.empty((batch, finest, length), dtype=np.float32)
+            masked = np.zeros((batch, finest, length), dtype=np.float32)
             for row, start in enumerate(starts):
                 for reader in range(finest):
-                    np.take(added[row, reader], numbers[row, reader], out=masked[row, reader])
+                    # "clip" finds nothing to clip: any other mode goes by way of a copy.
+                    added[row, reader].take(numbers[row, reader], out=masked[row, reader, :far], mode="clip")
                 masked[row, :, start : start + self.focus.sinks] = 0
-                masked[row, :, max(near, 0) :] = 0
                 masked[row, :, :start] = -np.inf
             mask = torch.from_numpy(masked).to(query.device, torch.promote_types(query.dtype, torch.float32))
             mask = mask.view(batch, kv_heads, -1, length).expand(-1, -1, rows.shape[2], -1)
+            if key.device.type == "cpu" and mask.dtype == key.dtype:
+                # As precise as the fused kernel then, and for so few rows faster.
+                logits = torch.baddbmm(mask.flatten(0, 1), rows.flatten(0, 1), key.flatten(0, 1).mT, alpha=scale)
+                return torch.bmm(logits.softmax(dim=-1), value.flatten(0, 1)).view(*query.shape[:3], -1)
         return attend(rows, key, value, mask, scale)[0].reshape(*query.shape[:3], -1)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -233,9 +271,11 @@ class GroupedLayer(Memory, DynamicLayer):
             self.unfile()
             for side in self._flat or ():
                 side.cut(side.length - tokens)
-        for known in (self._numbers, self._sums):
-            if known is not None:
-                known.cut(known.length - tokens)
+        if self._sums is not None:
+            self._sums.cut(self._sums.length - tokens)
+        if self._numbers is not None:
+            self._numbers.cut(self._numbers.length - max(0, tokens - len(self._later)))
+            self._later = self._later[: max(0, len(self._later) - tokens)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -247,6 +287,7 @@ class GroupedLayer(Memory, DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         if not self.is_initialized:
             return
+        self._settle()
         rows = torch.arange(self.shape()[0], device=indices.device)[indices].tolist()
         for part in (*(self._flat or ()), self._filed, self._numbers, self._sums):
             if part is not None:

@@ -19,13 +19,13 @@ from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
 from bifocals.gated import gated_focus_attention
-from bifocals.grouped import GroupedLayer
+from bifocals.grouped import GroupedLayer, Later
 from bifocals.interface import NAME, BasePattern, Mode, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
+from bifocals.quick_router import QuickRouter, may_route_quickly, quick_router
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
-from bifocals.token_router import TokenRouter, may_route_alone, token_router
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class LayerLens(nn.Module):
         self.router = None if focus is None else _router(site, focus)
         self.heads, self.kv_heads = site.heads, site.kv_heads
         self.features = site.features if isinstance(self.router, NetworkRouter) else None
-        self.token_router: TokenRouter | None = None
+        self.quick_router: QuickRouter | None = None
         self.seen = Seen()
         self.register_load_state_dict_post_hook(_forgive_absence)
 
@@ -112,8 +112,9 @@ class LayerLens(nn.Module):
                 f"{module.config._attn_implementation!r}. Switch it while lens.mode is 'off', or after lens.detach()."  # type: ignore[union-attr]
             )
         self.seen.hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        found = next((item for item in (*args, *kwargs.values()) if isinstance(item, Cache)), None)
-        self.seen.past = None if self.is_cross else self_attention_cache(found)
+        if not self.is_cross:
+            found = next((item for item in (*kwargs.values(), *args) if isinstance(item, Cache)), None)
+            self.seen.past = self_attention_cache(found)
 
     def attend(
         self,
@@ -153,10 +154,11 @@ class LayerLens(nn.Module):
                 (key, value), holds = memory.unfile(), memory.membership()
         elif memory is not None:
             blank = nothing_remembered(query.shape[0], query.shape[2], query.device)
+            assert not isinstance(holds, Later)
             holds = memory.remember(blank if holds is None else holds, blank if sums is None else sums)
         if reads is None:
             return base_attention(query, key, value, pattern, **how)
-        assert holds is not None
+        assert isinstance(holds, Tensor)
         return self._focus(query, key, value, reads, holds, pattern, **how)
 
     @property
@@ -227,7 +229,7 @@ class LayerLens(nn.Module):
 
     def _route(
         self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | GroupedLayer | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | Later]:
         """The gates (soft), those of the groups kept (sparse) or the groups (hard) of the new tokens, on both sides."""
         assert self.router is not None
         assert self.focus is not None
@@ -237,10 +239,9 @@ class LayerLens(nn.Module):
                 "ones. Use balance='causal', or use_cache=False."
             )
         tape, top_k = self.settings.tape, self.settings.top_k
+        if self.settings.mode == "hard" and tape is None and may_route_quickly(self.router, routed[0]):
+            return self._route_quickly(routed, memory)
         with without_autocast(routed[0]):
-            if self.settings.mode == "hard" and tape is None and may_route_alone(self.router, routed[0]):
-                return self._token_router().membership(*routed, top_k=top_k)
-            self.token_router = None  # weights may change unseen between one prompt and the next
             routing = self.router(*routed, real)
         if self.settings.mode == "soft":
             return routing.gates()
@@ -251,12 +252,26 @@ class LayerLens(nn.Module):
         reads, holds = (torch.where(member, gate, 0.0) for member, gate in zip(groups, routing.gates()))
         return reads, holds
 
-    def _token_router(self) -> TokenRouter:
-        """Prepared at the first token after a prompt, and whenever weights have changed."""
+    def _route_quickly(
+        self, routed: tuple[Tensor, ...], memory: Companion | GroupedLayer | None
+    ) -> tuple[Tensor, Tensor | Later]:
+        """The groups alone; those of a single key that is going to be filed not before they are asked for."""
+        is_step, top_k = routed[0].shape[-2] == 1, self.settings.top_k
+        if not is_step:
+            self.quick_router = None  # weights may change unseen between one prompt and the next
+        quick = self._quick_router()
+        assert self.focus is not None
+        if is_step and isinstance(memory, GroupedLayer) and memory.known > 0 and self.focus.sides == "separate":
+            # A function, not a method: a copy of the cache does not copy the lens.
+            return quick.reads(routed[0], top_k), Later(routed[-1], lambda keys: self._quick_router().holds(keys))
+        return quick.membership(*routed, top_k=top_k)
+
+    def _quick_router(self) -> QuickRouter:
+        """Prepared for each prompt, and whenever weights have changed."""
         assert self.router is not None
-        prepared = self.token_router
+        prepared = self.quick_router
         if prepared is None or not prepared.is_fresh():
-            prepared = self.token_router = token_router(self.router)
+            prepared = self.quick_router = quick_router(self.router)
         return prepared
 
     def _temperature(

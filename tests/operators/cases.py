@@ -297,7 +297,7 @@ def small_tiles() -> Iterator[None]:
         ),
         mock.patch.object(call, "LEAF", 8),
         mock.patch.object(pattern, "SEVERAL", 100),
-        mock.patch.multiple(focus, SHORT=12, SHORT_SHARED=12, SHORT_DENSE=12),
+        mock.patch.multiple(focus, SHORT=12, SHORT_SPARSE=12, SHORT_DENSE=12),
         mock.patch.object(strips, "STRIP", 5),
     ):
         yield

@@ -1,18 +1,18 @@
-"""A token routed alone goes where its router sends it."""
+"""Tokens routed quickly go where their router sends them."""
 
 import pytest
 import torch
 
 from bifocals.config import FocusConfig
 from bifocals.network import NetworkRouter
+from bifocals.quick_router import may_route_quickly, quick_router
 from bifocals.routing import Router
-from bifocals.token_router import may_route_alone, token_router
 
 
 @pytest.fixture
 def tokens():
     torch.manual_seed(0)
-    return torch.randn(200, 1, 24, dtype=torch.float64)
+    return torch.randn(40, 5, 24, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ def tokens():
 def test_the_groups_are_those_of_the_router(options, routers, tokens):
     router = Router(24, routers, FocusConfig(groups=5, **options)).double().eval()
     router.potential.normal_()
-    alone = token_router(router)
+    quick = quick_router(router)
     for top_k in (1, 2, 5):
-        for got, expected in zip(alone.membership(tokens, top_k=top_k), router.membership(tokens, top_k)):
+        for got, expected in zip(quick.membership(tokens, top_k=top_k), router.membership(tokens, top_k)):
             assert torch.equal(got, expected)
 
 
@@ -43,12 +43,13 @@ def networks():
 @torch.no_grad()
 def test_the_groups_are_those_of_the_networks(tokens):
     router = networks()
-    query, key = tokens.view(200, 4, 1, 6), tokens.view(200, 4, 1, 6)[:, :2] - 1
-    alone = token_router(router)
+    query = tokens.view(40, 5, 4, 6).transpose(1, 2)
+    key = query[:, :2] - 1
+    quick = quick_router(router)
     for top_k in (1, 2, 5):
         expected = router.membership(query, key, top_k)
         assert 0 < expected[0].float().mean() <= 1
-        for got, right in zip(alone.membership(query, key, top_k=top_k), expected):
+        for got, right in zip(quick.membership(query, key, top_k=top_k), expected):
             assert torch.equal(got, right)
 
 
@@ -56,10 +57,10 @@ def test_the_groups_are_those_of_the_networks(tokens):
 def test_networks_that_changed_are_noticed():
     router = networks()
     for tensor in router.state_dict(keep_vars=True).values():
-        alone = token_router(router)
-        assert alone.is_fresh()
+        quick = quick_router(router)
+        assert quick.is_fresh()
         tensor.add_(1)
-        assert not alone.is_fresh()
+        assert not quick.is_fresh()
 
 
 @torch.no_grad()
@@ -71,16 +72,15 @@ def test_weights_that_changed_are_noticed(tokens):
         lambda: router.load_state_dict(Router(24, 2, FocusConfig(groups=5)).state_dict()),
         lambda: router.float(),
     ):
-        alone = token_router(router)
-        assert alone.is_fresh()
+        quick = quick_router(router)
+        assert quick.is_fresh()
         change()
-        assert not alone.is_fresh()
+        assert not quick.is_fresh()
 
 
-def test_only_a_single_token_outside_training_is_routed_alone(tokens):
+def test_training_and_gradients_take_the_router_itself(tokens):
     router = Router(24, 2, FocusConfig(groups=5)).double().eval()
     with torch.no_grad():
-        assert may_route_alone(router, tokens)
-        assert not may_route_alone(router, tokens.transpose(0, 1))
-        assert not may_route_alone(router.train(), tokens)
-    assert not may_route_alone(router.eval(), tokens)
+        assert may_route_quickly(router, tokens)
+        assert not may_route_quickly(router.train(), tokens)
+    assert not may_route_quickly(router.eval(), tokens)

@@ -1,0 +1,164 @@
+"""The groups of tokens as their router would say, without the scores that nobody asks for.
+
+While decoding, routing is not work but calls: dozens of operators on a handful of numbers, for every layer. Here a
+product or two with joined weights give all that decides, and the rest is done on the host. Only keys have to be
+compared in full: the length of a query changes no order.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import gelu, normalize
+
+from bifocals.network import AnyRouter, HeadNetworks, NetworkRouter
+from bifocals.routing import Membership, Router
+
+
+class QuickRouter:
+    """Prepared from the weights of a router as they are; ``is_fresh`` says whether they still are."""
+
+    def __init__(self, router: AnyRouter) -> None:
+        self.router, self.state = router, _state(router)
+        self.one = np.eye(router.config.groups, dtype=bool)
+
+    def is_fresh(self) -> bool:
+        return self.state == _state(self.router)
+
+    def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, Membership]:
+        """The groups that tokens read, and those that their keys are in."""
+        reads = self.reads(routed[0], top_k)
+        return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1])
+
+    def reads(self, routed: Tensor, top_k: int) -> Membership:
+        raise NotImplementedError
+
+    def holds(self, routed: Tensor) -> Membership:
+        raise NotImplementedError
+
+
+class CentroidQuickRouter(QuickRouter):
+    """One product for each side."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(router)
+        projection, centroids = router.projection.detach(), router.centroids.detach()
+        precision = _precision(projection)
+        projection, centroids = projection.to(precision), centroids.to(precision)
+        self.is_cosine = router.config.score == "cosine"
+        if self.is_cosine:
+            centroids = normalize(centroids, dim=-1)
+        of_queries, of_keys = (_columns(side @ centroids.mT / router.config.tau) for side in projection[[0, -1]])
+        # Beside the scores of keys, for its length, the projected key.
+        self.reading = of_queries
+        self.holding = torch.cat([of_keys, _columns(projection[-1])], dim=1) if self.is_cosine else of_keys
+        self.potential = router.potential.to(precision).cpu().numpy()
+
+    def reads(self, routed: Float[Tensor, "batch token hidden"], top_k: int) -> Membership:
+        if self.router.config.sides == "same":
+            return self._best(self._balanced(routed), top_k)
+        return self._best(self._split((routed.to(self.reading.dtype) @ self.reading).numpy()), top_k)
+
+    def holds(self, routed: Float[Tensor, "batch token hidden"]) -> Membership:
+        return self._best(self._balanced(routed), 1)
+
+    def _balanced(self, hidden: Float[Tensor, "batch token hidden"]) -> np.ndarray:
+        """The scores of the keys, (batch, token, router, group)."""
+        found = (hidden.to(self.holding.dtype) @ self.holding).numpy()
+        scores = self._split(found[..., : self.potential.size])
+        if self.is_cosine:
+            keys = self._split(found[..., self.potential.size :])
+            lengths = np.sqrt(np.einsum("...d,...d->...", keys, keys))
+            scores = scores / np.maximum(lengths, 1e-12)[..., None]
+        return np.asarray(scores + self.potential)
+
+    def _split(self, found: np.ndarray) -> np.ndarray:
+        """(batch, token, router * any) -> (batch, token, router, any)"""
+        return found.reshape(*found.shape[:2], len(self.potential), -1)
+
+    def _best(self, scores: np.ndarray, count: int) -> Membership:
+        if count == 1:
+            return torch.from_numpy(self.one[scores.argmax(axis=-1).swapaxes(1, 2)])
+        best = np.argpartition(scores, -count, axis=-1)[..., -count:]
+        return torch.from_numpy(self.one[best.swapaxes(1, 2)].any(axis=-2))
+
+
+def _columns(weight: Float[Tensor, "router hidden any"]) -> Float[Tensor, "hidden columns"]:
+    """The routers side by side."""
+    return weight.transpose(0, 1).flatten(1)
+
+
+class NetworkQuickRouter(QuickRouter):
+    """Two products for each side; the weights standardise."""
+
+    def __init__(self, router: NetworkRouter) -> None:
+        super().__init__(router)
+        self.reading, self.holding = _Networks(router.queries), _Networks(router.keys)
+        precision = self.reading.weight.dtype
+        self.bars = router.thresholds.to(precision).log().tolist()
+        self.potential = router.potential.to(precision).numpy()[:, None]
+
+    def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
+        scores = self.reading(routed) / self.router.config.tau
+        top = scores.max(axis=-1, keepdims=True)
+        total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+        return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
+
+    def holds(self, routed: Float[Tensor, "batch kv_head token dim"]) -> Membership:
+        scores = self.holding(routed) / self.router.config.tau + self.potential
+        return _by_row(self.one[scores.argmax(axis=-1)], routed)
+
+
+class _Networks:
+    """The networks of all heads of a side, (batch, head, token, dim) -> (head, batch * token, outputs)."""
+
+    def __init__(self, side: HeadNetworks) -> None:
+        with torch.no_grad():
+            self.width, precision = side.inward.shape[-1], _precision(side.mean)
+            weight = torch.cat([side.inward, side.linear], dim=-1).to(precision)
+            bias = torch.cat([side.inward_bias, side.bias], dim=-1).to(precision)
+            self.weight, self.bias = weight / side.deviation.mT, bias - side.mean / side.deviation @ weight
+            self.outward = side.outward.to(precision)
+
+    def __call__(self, features: Float[Tensor, "batch head token dim"]) -> np.ndarray:
+        of_heads = features.transpose(0, 1).flatten(1, 2).to(self.weight.dtype)
+        inward = torch.baddbmm(self.bias, of_heads, self.weight)
+        found = torch.baddbmm(inward[..., self.width :], gelu(inward[..., : self.width]), self.outward)
+        return np.asarray(found.numpy())
+
+
+def _by_row(member: np.ndarray, routed: Tensor) -> Membership:
+    """(head, batch * token, group) -> (batch, head, token, group)"""
+    batch, heads, tokens, _ = routed.shape
+    return torch.from_numpy(member.reshape(heads, batch, tokens, -1).swapaxes(0, 1))
+
+
+def quick_router(router: AnyRouter) -> QuickRouter:
+    return NetworkQuickRouter(router) if isinstance(router, NetworkRouter) else CentroidQuickRouter(router)
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _state(router: AnyRouter) -> list[tuple[int, int]]:
+    if isinstance(router, Router):
+        held = [router.projection, router.centroids, router.potential]
+    else:
+        held = [router.thresholds, router.potential]
+        for side in (router.queries, router.keys):
+            held += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
+    return [(each.data_ptr(), each._version) for each in held]
+
+
+def may_route_quickly(router: AnyRouter, routed: Tensor) -> bool:
+    """On the host, nothing to learn from it, and no balance over the sequence."""
+    return (
+        routed.device.type == "cpu"
+        and not router.training
+        and router.config.balance == "causal"
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+        and not router.potential.is_inference()
+    )
