@@ -42,6 +42,7 @@ SHORT = 2048  # in strips
 SHORT_SPARSE = 896  # in strips, if few queries read more than one group
 SHORT_DENSE = 640  # all pairs at once, where strips cannot be
 FEW_READ = 1.2  # groups of a query, on average
+SAMPLE = 64  # tokens
 
 
 def focus_attention(
@@ -136,15 +137,14 @@ def fastest_backend(
         # Neither contents nor the log can be looked at.
         return "dense" if queries * keys <= SHORT_DENSE * SHORT_DENSE else "sdpa"
     choice: Choice
-    is_full = window >= keys - 1 or bool((_common_groups(membership) & _common_groups(key_membership)).any(1).all())
+    is_full = window >= keys - 1 or _is_one_group(membership, key_membership)
     if is_full and softcap is None:
         choice, reason = "full", "every pair is read"
     elif is_full or (softcap is not None and isinstance(temperature, Tensor)):
         choice, reason = "dense", "a softcap, and every pair or a temperature tensor"
     else:
         may_strip = is_plain and keys <= LONGEST
-        is_sparse = int(membership.sum()) <= FEW_READ * membership[..., 0].numel()
-        short = SHORT_DENSE if not may_strip else SHORT_SPARSE if is_sparse else SHORT
+        short = SHORT_DENSE if not may_strip else SHORT_SPARSE if _few_are_read(membership) else SHORT
         if queries * keys > short * short:
             choice, reason = "sdpa", f"more than {short} x {short} pairs"
         else:
@@ -153,9 +153,17 @@ def fastest_backend(
     return choice
 
 
-def _common_groups(membership: Tensor) -> Bool[Tensor, "batch group"]:
-    """The groups that every token of a row is in, whichever the router."""
-    return membership.flatten(1, 2).all(dim=1)
+def _is_one_group(membership: Tensor, key_membership: Tensor) -> bool:
+    """Whether some group of each row is read by all its queries and holds all its keys, whichever the router."""
+    for some in (slice(SAMPLE), slice(None)):  # mostly, a few tokens say no already
+        reads, holds = (side[:, :, some].flatten(1, 2).all(dim=1) for side in (membership, key_membership))
+        if not bool((reads & holds).any(dim=1).all()):
+            return False
+    return True
+
+
+def _few_are_read(membership: Tensor) -> bool:
+    return int(membership.sum()) <= FEW_READ * membership.shape[:3].numel()
 
 
 @lru_cache(maxsize=64)

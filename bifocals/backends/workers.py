@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-SMALL = 1 << 24  # pairs: with fewer, all cores have done them together before other threads have woken up
+SMALL = 1 << 22  # pairs: with fewer, all cores have done them together before other threads have woken up
 
 
 class Piece(NamedTuple):
