@@ -42,11 +42,12 @@ def gated_focus_attention(
 ) -> Float[Tensor, "batch head query value_dim"]:
     """Attention over the pattern of the open gates, differentiable in them; closed ones are 0 and get no gradient.
 
-    With a softcap, or keys in several groups, all pairs are written out.
+    With a softcap, or keys in several groups, all pairs are written out: 'sdpa' is for neither.
     """
     query, key, value = as_autocast(query, key, value)
     temperature = check_focus(query, key, value, window, sinks, segments, temperature, scale, softcap, reach)
     check_gates(gates, key_gates, query, key)
+    _check_backend(backend, key_gates, softcap)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     queries, keys = query.shape[2], key.shape[2]
     if segments is not None:
@@ -55,8 +56,7 @@ def gated_focus_attention(
         may_be_sparse = (
             softcap is None and not torch.compiler.is_compiling() and queries * keys > SHORT_DENSE * SHORT_DENSE
         )
-        is_sparse = may_be_sparse and bool(((key_gates > 0).sum(dim=-1) <= 1).all())
-        backend = "sdpa" if is_sparse else "dense"
+        backend = "sdpa" if may_be_sparse and _most_groups(key_gates) <= 1 else "dense"
     if backend == "dense" or query.shape[:3].numel() == 0:
         pairs = focus_pairs(query, key, gates > 0, key_gates > 0, window, sinks, segments, reach, is_causal)
         agreement = _of_heads(gates, query) @ _of_heads(key_gates, query).mT
@@ -80,6 +80,30 @@ def gated_focus_attention(
             query, key, value, gates, key_gates, is_sink, segments, window, sinks, reach, is_causal, scale
         )[..., :value_dim]
     return attended if segments is None else attended.masked_fill(is_padding(segments, queries), 0.0)
+
+
+def _check_backend(backend: str, key_gates: Tensor, softcap: float | None) -> None:
+    if backend not in ("auto", "dense", "sdpa"):
+        raise ValueError(f"backend: expected 'auto', 'dense' or 'sdpa', got {backend!r}. 'auto' picks the fastest.")
+    if backend != "sdpa":
+        return
+    if softcap is not None:
+        raise ValueError(
+            f"backend 'sdpa' cannot run a softcap with gates: expected none, got {softcap!r}. Use backend='dense' or "
+            "'auto'."
+        )
+    most = _most_groups(key_gates)
+    if most > 1:
+        raise ValueError(
+            f"backend 'sdpa' gates keys in one group: expected at most one open gate for each key, got {most}. "
+            "Use backend='dense' or 'auto'."
+        )
+
+
+def _most_groups(key_gates: Tensor) -> int:
+    """Of any key."""
+    counts = (key_gates > 0).sum(dim=-1)
+    return int(counts.max()) if counts.numel() else 0
 
 
 def _of_heads(gates: Tensor, query: Tensor) -> Tensor:

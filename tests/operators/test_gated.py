@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from bifocals import focus_attention, reference, soft_focus_attention
+from bifocals import focus_attention, gated, reference, soft_focus_attention
 from bifocals.gated import gated_focus_attention
 from tests.operators.cases import (
     cases,
@@ -95,8 +95,8 @@ def grouped(sharpness: float = 1.0, length: int = 700):
 def test_open_gates_of_one_are_the_hard_pattern():
     vectors, _, reads, holds = grouped()
     hard = focus_attention(*vectors, membership=reads, key_membership=holds, window=9, sinks=2)
-    gated = gated_focus_attention(*vectors, gates=reads.double(), key_gates=holds.double(), window=9, sinks=2)
-    torch.testing.assert_close(gated, hard)
+    found = gated_focus_attention(*vectors, gates=reads.double(), key_gates=holds.double(), window=9, sinks=2)
+    torch.testing.assert_close(found, hard)
 
 
 def test_with_every_gate_open_it_is_the_soft_pattern():
@@ -122,3 +122,32 @@ def test_wrong_input_is_told_what_was_expected(change, message, as_in_production
         options["gates"] = gates[:, :, :10]
     with pytest.raises(ValueError, match=message):
         gated_focus_attention(*vectors, **options)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"backend": "nonsense"}, r"backend: expected 'auto', 'dense' or 'sdpa', got 'nonsense'"),
+    ({"backend": "sdpa", "softcap": 2.0}, r"cannot run a softcap with gates: expected none, got 2\.0.*'dense'"),
+    ({"backend": "sdpa", "several": True}, r"expected at most one open gate for each key, got 3.*'dense'"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("length", [20, 0])
+def test_a_backend_that_cannot_run_is_refused_before_any_work(change, message, length, as_in_production, monkeypatch):
+    vectors, gates, _, holds = grouped(length=20)
+    options = {"gates": gates[:, :, 20 - length :], "key_gates": torch.where(holds, gates, 0.0), "window": 3, **change}
+    if options.pop("several", False):
+        options["key_gates"] = options["key_gates"].clone()
+        options["key_gates"][:, :, 7] = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    for work in ("blank_padding", "focus_pairs", "dense_attention", "gated_attention"):
+        monkeypatch.setattr(gated, work, None)
+    with pytest.raises(ValueError, match=message):
+        gated_focus_attention(vectors[0][:, :, 20 - length :], *vectors[1:], **options)
+
+
+@pytest.mark.parametrize("change", [{}, {"softcap": 2.0}, {"several": True}], ids=str)
+def test_the_backend_that_is_chosen_is_exact(change):
+    vectors, gates, reads, holds = grouped()
+    sides = {"gates": torch.where(reads, gates, 0.0), "key_gates": torch.where(holds, gates, 0.0)}
+    if change.get("several"):
+        sides["key_gates"][:, :, 7] = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    options = {**sides, "window": 9, "softcap": change.get("softcap")}
+    expected = reference.gated_focus_attention(*vectors, **options)
+    torch.testing.assert_close(gated_focus_attention(*vectors, **options), expected)
