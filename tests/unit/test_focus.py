@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 import bifocals
-from bifocals import focus
+from bifocals import focus, reference
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,11 @@ def test_auto_logs_its_choice_once_for_each_reason(caplog):
         for length, how in (
             (30, {"window": 40}),
             (30, {"window": 2}),
-            (30, {"window": 2, "key_membership": groups(30).flip(2)}),
+            (30, {"window": 2, "membership": groups(30) | groups(30).roll(1, -1)}),
             (30, {"window": 2, "reach": 9}),
             (900, {"window": 2}),
         ):
-            bifocals.focus_attention(*vectors(length), membership=groups(length), **how)
+            bifocals.focus_attention(*vectors(length), **{"membership": groups(length), **how})
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "focus_attention runs 'full': every pair is read.",
@@ -68,7 +68,7 @@ def test_a_named_backend_is_run_without_a_word(caplog, backend):
 def test_the_drawing_in_the_docstring_is_the_pattern():
     names = [0, 1, 0, 0, 1, 0, 1, 1]
     membership = one_hot(torch.tensor(names), 2).bool()[None, None]
-    rows = bifocals.reference.focus_pairs(membership, membership, window=1, sinks=1, heads=1)[0, 0]
+    rows = reference.focus_pairs(membership, membership, window=1, sinks=1, heads=1)[0, 0]
     drawn = [" ".join("x" if read else "." for read in row[: index + 1]) for index, row in enumerate(rows)]
     for module in (focus, bifocals.reference):
         for row in drawn:
