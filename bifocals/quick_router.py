@@ -7,12 +7,14 @@ compared in full: the length of a query changes no order.
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import gelu, normalize
 
 from bifocals.network import AnyRouter, HeadNetworks, NetworkRouter
 from bifocals.routing import Membership, Router
+
+KeyMembership = Bool[Tensor, "batch key_router length group"]
 
 
 class QuickRouter:
@@ -25,7 +27,7 @@ class QuickRouter:
     def is_fresh(self) -> bool:
         return self.state == _state(self.router)
 
-    def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, Membership]:
+    def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, KeyMembership]:
         """The groups that tokens read, and those that their keys are in."""
         reads = self.reads(routed[0], top_k)
         return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1])
@@ -33,7 +35,7 @@ class QuickRouter:
     def reads(self, routed: Tensor, top_k: int) -> Membership:
         raise NotImplementedError
 
-    def holds(self, routed: Tensor) -> Membership:
+    def holds(self, routed: Tensor) -> KeyMembership:
         raise NotImplementedError
 
 
@@ -59,7 +61,7 @@ class CentroidQuickRouter(QuickRouter):
             return self._best(self._balanced(routed), top_k)
         return self._best(self._split((routed.to(self.reading.dtype) @ self.reading).numpy()), top_k)
 
-    def holds(self, routed: Float[Tensor, "batch token hidden"]) -> Membership:
+    def holds(self, routed: Float[Tensor, "batch token hidden"]) -> KeyMembership:
         return self._best(self._balanced(routed), 1)
 
     def _balanced(self, hidden: Float[Tensor, "batch token hidden"]) -> np.ndarray:
@@ -104,7 +106,7 @@ class NetworkQuickRouter(QuickRouter):
         total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
         return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
 
-    def holds(self, routed: Float[Tensor, "batch kv_head token dim"]) -> Membership:
+    def holds(self, routed: Float[Tensor, "batch kv_head token dim"]) -> KeyMembership:
         scores = self.holding(routed) / self.router.config.tau + self.potential
         return _by_row(self.one[scores.argmax(axis=-1)], routed)
 

@@ -7,18 +7,25 @@ import torch
 OPERATORS = [
     "bifocals.backends.call",
     "bifocals.backends.dense",
+    "bifocals.backends.gated",
     "bifocals.backends.operator",
     "bifocals.backends.pattern",
     "bifocals.backends.sparse",
+    "bifocals.backends.strips",
     "bifocals.backends.tiles",
     "bifocals.checks",
     "bifocals.filed",
     "bifocals.focal",
     "bifocals.focus",
+    "bifocals.gated",
     "bifocals.grouped",
+    "bifocals.maps",
+    "bifocals.network",
+    "bifocals.quick_router",
     "bifocals.reference",
     "bifocals.routing",
     "bifocals.segments",
+    "bifocals.training.query_scale",
 ]
 
 # One thread for each worker: threads that wait for one another on shared cores lose far more than they gain.

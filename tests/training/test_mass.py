@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from bifocals import FocalConfig, FocusConfig, attach, check, lens_of, reference
 from bifocals.benchmarks.capture import run as measure_capture
 from bifocals.network import NetworkRouter
-from bifocals.routing import Router
+from bifocals.routing import Router, top_groups
 from bifocals.tape import Tape
 from bifocals.testing import tiny_model, tiny_tokens
 from bifocals.training import layer_fit
@@ -21,7 +21,7 @@ from bifocals.training.capture import capture_layers
 from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions, fit_mass
 from bifocals.training.mass_kept import far_mass_kept
-from bifocals.training.mass_loss import centroid_update, network_update, query_update
+from bifocals.training.mass_loss import balanced_scores, centroid_update, network_update, query_update
 
 NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
 FOCUS = {"networks": NETWORKS, "centroids": FocusConfig(groups=4, top_k=1, window=5, sinks=2)}
@@ -167,7 +167,7 @@ def test_a_key_in_one_group_has_the_loss_of_that_group_and_the_gradient_of_its_g
     attention = torch.rand(4, 7, 12, dtype=torch.double).softmax(dim=-1) * 0.6
     rows, keys = torch.randn(4, 7, 5, dtype=torch.double), torch.randn(2, 12, 5, dtype=torch.double)
     update = network_update(router, rows, keys, attention, is_hard=True, is_strict=False)
-    holds = router(rows[None], keys[None]).groups(1)[1][0].double()
+    holds = top_groups(balanced_scores(router, keys)[None], 1)[0].double()
     expected = (attention.view(2, 2, 7, 12) @ holds[:, None]).view(4, 7, 3)
     torch.testing.assert_close(update.mass, expected)
     update.loss.backward()

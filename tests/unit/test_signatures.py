@@ -2,27 +2,36 @@
 
 import importlib
 import inspect
+from pathlib import Path
 
 import jaxtyping
 import pytest
 import torch
 
+import bifocals
 from bifocals import focal_attention, focus_attention
 from bifocals.backends import call
 from bifocals.routing import dominance
 
-MODULES = ["backends.call", "backends.dense", "backends.operator", "backends.pattern", "backends.sparse"]
-MODULES += ["backends.tiles", "checks", "filed", "focal", "focus", "grouped", "reference", "routing", "segments"]
+MODULES = ["backends.call", "backends.dense", "backends.gated", "backends.operator", "backends.pattern"]
+MODULES += ["backends.sparse", "backends.strips", "backends.tiles", "checks", "filed", "focal", "focus", "gated"]
+MODULES += ["grouped", "maps", "network", "quick_router", "reference", "routing", "segments", "training.query_scale"]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_function_of_an_operator_module_is_checked(name):
     module = importlib.import_module(f"bifocals.{name}")
-    functions = [
-        each for _, each in inspect.getmembers(module, inspect.isfunction) if each.__module__ == module.__name__
-    ]
+    classes = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == module.__name__]
+    functions = [each for place in (module, *classes) for each in vars(place).values() if inspect.isfunction(each)]
+    functions = [each for each in functions if inspect.unwrap(each).__code__.co_filename == module.__file__]
     assert functions
     assert all(hasattr(function, "__wrapped__") for function in functions)
+
+
+def test_no_module_with_shapes_in_its_signatures_is_left_out():
+    package = Path(bifocals.__file__).parent
+    found = [path.relative_to(package) for path in package.rglob("*.py") if "from jaxtyping import" in path.read_text()]
+    assert {".".join(path.with_suffix("").parts) for path in found} <= set(MODULES)
 
 
 def test_a_shape_that_contradicts_a_signature_is_found():
