@@ -86,8 +86,8 @@ def main(kills: int, seed: int, path: Path | None) -> None:
             again = json.loads((killed / "results.json").read_text())["losses"]
             files = [(each / "adapter_model.safetensors").read_bytes() for each in (whole, killed)]
         row: dict[str, Any] = {"fit": name, "kills": count, "runs": runs, "same_lens": files[0] == files[1]}
-        if isinstance(options, TrainOptions):  # by mass, losses of layers that were done before a kill are not kept
-            row |= {"losses": sum(len(each) for each in losses.values()), "same_losses": again == losses}
+        # Of each step, or by mass the last one of each layer.
+        row |= {"losses": sum(len(each) for each in losses.values()), "same_losses": again == losses}
         rows.append(row)
         click.echo(row)
     if path is not None:
