@@ -156,7 +156,7 @@ class FitDisplay:
         columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
         self.progress = Progress(*columns, console=self.console, transient=True)
         self.task = self.progress.add_task("reading text", total=None)
-        self.runs, self.warning = 0, ""
+        self.runs = 0
 
     def __enter__(self) -> "FitDisplay":
         self.progress.start()
@@ -167,9 +167,8 @@ class FitDisplay:
 
     def report(self, seen: Fitted) -> None:
         self.progress.update(self.task, completed=seen.step, total=seen.steps, description=describe(seen))
-        if seen.warning is not None and seen.warning != self.warning:
+        if seen.warning is not None:
             self.console.print(seen.warning)
-            self.warning = seen.warning
 
     def on_run(self, text: str, setting: str) -> None:
         self.runs += 1

@@ -5,7 +5,6 @@ then potentials that make the largest group of any domain as small as possible, 
 final groups. A centroid router has one phase.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -27,8 +26,6 @@ from bifocals.training.mass_loss import (
 from bifocals.training.processes import sum_gradients, sum_over_processes
 from bifocals.training.sequences import Sequences
 from bifocals.training.watch import COLLAPSED, PATIENCE, REMEDY
-
-logger = logging.getLogger(__name__)
 
 NETWORK_RATE, CENTROID_RATE = 1.5e-2, 5e-3
 WARM_UP = 10  # steps
@@ -225,7 +222,6 @@ class LayerFit:
         warning = None
         if self.crowded == PATIENCE:
             warning = REMEDY.format(limit=COLLAPSED, steps=PATIENCE, where=f" in layer {self.progress.layer}")
-            logger.warning(warning)
         if warning is None and step % self.options.report_every and step != self.steps:
             return
         kept = torch.tensor([loss.item(), *_kept(updates, self.groups)], dtype=torch.double)

@@ -32,6 +32,7 @@ from bifocals.training.options import MassOptions
 from bifocals.training.processes import process_number, processes_met, wait_for_all
 from bifocals.training.sequences import Sequences
 from bifocals.training.thresholds import calibrate_thresholds
+from bifocals.training.watch import log_warnings
 
 __all__ = ["MassOptions", "MassProgress", "calibrate", "fit_mass"]
 
@@ -54,7 +55,7 @@ def fit_mass(
     """
     options = MassOptions() if options is None else options
     _check(lens, blocks, options, domains)
-    fit = _Fit(lens, blocks, options, domains, checkpoints, report or (lambda progress: None))
+    fit = _Fit(lens, blocks, options, domains, checkpoints, report or log_warnings)
     with _gradients(lens):
         return fit.run()
 

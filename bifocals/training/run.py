@@ -30,7 +30,7 @@ from bifocals.training.data import Blocks, load_blocks
 from bifocals.training.mass import MassOptions, MassProgress, calibrate, fit_mass
 from bifocals.training.options import LoraOptions, TrainOptions
 from bifocals.training.processes import is_first_process, join_processes, wait_for_all, world_size
-from bifocals.training.watch import Progress, Report
+from bifocals.training.watch import Progress, Report, log_warnings
 
 Options = TrainOptions | MassOptions
 RUN, CHECKPOINTS, RESULTS = "run.json", "checkpoints", "results.json"
@@ -48,7 +48,7 @@ def train(
     sequences: int | None = None,
     held_out: int = 4,
     resume: bool = False,
-    report: Report = lambda progress: None,
+    report: Report = log_warnings,
     on_run: Callable[[str, str], None] = lambda text, setting: None,
 ) -> dict[str, Any]:
     """Fit the model's lens, or a new one, and write it with its results into ``out``; returns the results.

@@ -84,8 +84,9 @@ class Watching(TrainerCallback):
         phase = "everything" if self.trainer.is_full else "lens"
         left = seconds / done * (state.max_steps - state.global_step)
         speed = {"tokens_per_second": tokens / seconds, "seconds_left": left}
+        warning, self.warning = self.warning, None
         self.report(
-            Progress(phase, state.global_step, state.max_steps, logs["loss"], **speed, **looked, warning=self.warning)
+            Progress(phase, state.global_step, state.max_steps, logs["loss"], **speed, **looked, warning=warning)
         )
 
 

@@ -1,7 +1,9 @@
 """What a fit looks at while it runs: the hard pattern on held-out text, and whether its groups collapse."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from bifocals.evaluation.perplexity import block_loss
 from bifocals.lens import Lens
 from bifocals.tape import Tape
 from bifocals.training.mass_kept import far_mass_kept
+
+logger = logging.getLogger(__name__)
 
 COLLAPSED, PATIENCE = 2.0, 50  # times the fair share, for so many steps
 REMEDY = (
@@ -38,6 +42,17 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
+class Warned(Protocol):
+    @property
+    def warning(self) -> str | None: ...
+
+
+def log_warnings(seen: Warned) -> None:
+    """The report of a fit that nobody watches."""
+    if seen.warning is not None:
+        logger.warning(seen.warning)
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """One look at a lens on held-out text."""
@@ -64,23 +79,25 @@ def look(lens: Lens, block: Tensor) -> Look:
 
 
 class CollapseWatch:
-    """Says when one group has been too large for too long.
+    """Says when one group has been too large for too long: once, and again only after it had recovered.
 
     >>> watch = CollapseWatch(groups=8)
-    >>> watch.see(step=0, dominance=0.5), watch.see(step=50, dominance=0.5) is None
-    (None, False)
+    >>> [watch.see(step, dominance=0.5) is None for step in (0, 25, 50, 75)]
+    [True, True, False, True]
     """
 
     def __init__(self, groups: int) -> None:
         self.limit = COLLAPSED / groups
         self.since: int | None = None
+        self.is_told = False
 
     def see(self, step: int, dominance: float) -> str | None:
         if dominance <= self.limit:
-            self.since = None
+            self.since, self.is_told = None, False
             return None
         self.since = step if self.since is None else self.since
-        if step - self.since < PATIENCE:
+        if self.is_told or step - self.since < PATIENCE:
             return None
+        self.is_told = True
         told = REMEDY.format(limit=COLLAPSED, steps=step - self.since, where="")
         return f"{told} Or fit by the mass objective, which has balance in its loss."

@@ -279,8 +279,23 @@ def test_collapse_is_reported_with_what_to_do():
     watch = CollapseWatch(groups=4)
     assert [watch.see(step, 0.6) for step in (0, 10, 40)] == [None] * 3
     assert "Lower the rate" in watch.see(50, 0.6)
-    assert watch.see(60, 0.4) is None
-    assert watch.see(70, 0.6) is None
+
+
+def test_collapse_is_told_once_and_again_only_after_it_had_recovered():
+    watch = CollapseWatch(groups=4)
+    seen = [(0, 0.6), (50, 0.6), (60, 0.6), (120, 0.6), (130, 0.4), (140, 0.6), (180, 0.6), (190, 0.6), (200, 0.6)]
+    assert [step for step, dominance in seen if watch.see(step, dominance)] == [50, 190]
+
+
+def test_a_fit_reports_a_collapse_once_or_logs_it_where_nobody_watches(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("bifocals.training.watch.COLLAPSED", 0.5)
+    monkeypatch.setattr("bifocals.training.watch.PATIENCE", 2)
+    options, told = TrainOptions(steps=8, batch=2, watch_every=2), []
+    fit(tmp_path / "watched", options, report=lambda progress: told.append((progress.step, progress.warning)))
+    assert [step for step, warning in told if warning] == [4]
+    assert not caplog.records
+    fit(tmp_path / "alone", options)
+    assert [record.getMessage() for record in caplog.records if "collapsing" in record.getMessage()] == [told[3][1]]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):

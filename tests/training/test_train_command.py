@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from bifocals.cli import main
-from bifocals.train_command import describe
+from bifocals.train_command import FitDisplay, describe
 from bifocals.training.watch import Progress
 
 
@@ -58,3 +58,10 @@ def test_progress_is_one_line_of_what_is_known():
     assert describe(seen) == (
         "lens, loss 2.500, perplexity soft 1.00, hard 1.00, far pairs 25%, dominance 20%, 1000 tokens/s, 1:15 left"
     )
+
+
+def test_every_warning_is_shown(capsys):
+    display = FitDisplay()
+    for warning in ("Groups are collapsing.", None, "Groups are collapsing."):
+        display.report(Progress("lens", 3, 10, 2.5, warning=warning))
+    assert capsys.readouterr().err.count("Groups are collapsing.") == 2
