@@ -1,8 +1,9 @@
 """Fit a lens to a model, from text to a folder: what `bifocals train` does.
 
 out/run.json          what is fitted, on what and how; a run resumes only as what it was
-out/checkpoints/      where it stands
+out/checkpoints/      where it stands; of a whole model, until it is done
 out/adapter_*         the lens, once it is fitted
+out/model/            the model, where it was trained as well
 out/results.json      how good it is on text held out
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bifocals.adapter import load
 from bifocals.benchmarks.measuring import surroundings, write_json
 from bifocals.config import FocusConfig
 from bifocals.evaluation.perplexity import evaluate
@@ -33,7 +35,7 @@ from bifocals.training.processes import is_first_process, join_processes, wait_f
 from bifocals.training.watch import Progress, Report, log_warnings
 
 Options = TrainOptions | MassOptions
-RUN, CHECKPOINTS, RESULTS = "run.json", "checkpoints", "results.json"
+RUN, CHECKPOINTS, MODEL, RESULTS = "run.json", "checkpoints", "model", "results.json"
 
 
 def train(
@@ -64,6 +66,11 @@ def train(
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
     described = describe(lens, blocks, options)
     open_run(out, described, resume)
+    is_whole = isinstance(options, TrainOptions) and options.full_steps > 0
+    done = finished(out, len(kept_out.tokens)) if is_whole else None
+    if done is not None:
+        _take_over(lens, out)
+        return done
     start = time.perf_counter()
     if isinstance(options, MassOptions):
         losses = _fit_by_mass(lens, blocks, out / CHECKPOINTS, options, report)
@@ -73,11 +80,25 @@ def train(
     results = {"losses": losses, "seconds": time.perf_counter() - start, **described}
     if is_first_process():
         results |= {"held_out": evaluate(model, kept_out, dial(lens), on_run), "surroundings": surroundings()}
-        if isinstance(options, TrainOptions) and options.full_steps:
-            model.save_pretrained(out / "model")
+        results["measured_on"] = len(kept_out.tokens)
+        if is_whole:
+            model.save_pretrained(out / MODEL)
         lens.save(out)
-        write_json(out / RESULTS, results)
+        if is_whole:  # its checkpoints are three times as large as itself
+            close_run(out, results)
+        else:
+            write_json(out / RESULTS, results)
     return results
+
+
+def _take_over(lens: Lens, out: Path) -> None:
+    """The weights of a run that is done: the model and its lens end as they would have."""
+    model = lens.model
+    trained = type(model).from_pretrained(out / MODEL, dtype=model.dtype)
+    fitted = load(trained, out)
+    model.load_state_dict(trained.state_dict())
+    lens.load_state_dict(fitted.state_dict())
+    lens.mode = "hard"
 
 
 def run_baseline(

@@ -18,6 +18,7 @@ from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions
 from bifocals.training.options import LoraOptions, TrainOptions
 from bifocals.training.run import run_baseline, train
+from bifocals.training.trainer import LensTrainer
 from bifocals.training.watch import CollapseWatch
 
 FOCUS = FocusConfig(groups=4, window=8, sinks=1)
@@ -108,6 +109,47 @@ def test_full_fine_tuning_trains_the_base_after_the_lens_and_saves_both(sparse, 
     load(again, tmp_path / "out")
     with torch.no_grad():
         torch.testing.assert_close(again(tiny_tokens()).logits, model(tiny_tokens()).logits)
+
+
+def whole_run(out, report=lambda progress: None, **changes):
+    model = tiny_model("llama", dtype=torch.float32)
+    options = TrainOptions(steps=2, full_steps=3, batch=2, save_every=2)
+    return model, fit(out, options, model, report=report, **changes)
+
+
+def test_a_whole_model_that_is_trained_keeps_no_checkpoint_and_is_not_trained_again(tmp_path, monkeypatch):
+    model, results = whole_run(tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"run.json", "results.json", "model", "adapter_config.json", "adapter_model.safetensors"}
+    left = tmp_path / "out" / "checkpoints" / "everything" / "checkpoint-3"  # as if stopped before it was removed
+    left.mkdir(parents=True)
+    monkeypatch.setattr(LensTrainer, "train_from", None)
+    again, told = whole_run(tmp_path / "out", resume=True)
+    assert told == results == json.loads((tmp_path / "out" / "results.json").read_text())
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    assert lens_of(again).mode == "hard"
+    with torch.no_grad():
+        assert torch.equal(again(tiny_tokens()).logits, model(tiny_tokens()).logits)
+    with pytest.raises(CheckpointError, match=r"measured on 2 sequences held out: expected as many, got 1"):
+        whole_run(tmp_path / "out", resume=True, held_out=1)
+
+
+def test_a_whole_model_whose_results_are_not_written_goes_on_from_its_checkpoints(tmp_path):
+    model, results = whole_run(tmp_path / "whole")
+
+    def stop(progress):
+        if (progress.phase, progress.step) == ("everything", 3):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        whole_run(tmp_path / "out", report=stop)
+    seen = []
+    again, told = whole_run(tmp_path / "out", resume=True, report=lambda progress: seen.append(progress.step))
+    assert seen == [3]
+    assert told["losses"] == results["losses"]
+    assert told["held_out"] == results["held_out"]
+    with torch.no_grad():
+        assert torch.equal(again(tiny_tokens()).logits, model(tiny_tokens()).logits)
 
 
 KILLED = {
