@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from bifocals.backends.call import attend
-from bifocals.growing import with_slack
+from bifocals.growing import is_writable, with_slack
 
 PIECE = 512  # keys that are worth a thread of their own
 MOST_PIECES = 64  # fewer than a piece has keys
@@ -41,11 +41,11 @@ class Shelf:
         torch.index_select(value, 0, place, out=self.value[: self.length])
 
     def append(self, key: Float[Tensor, " dim"], value: Float[Tensor, " value_dim"]) -> None:
-        if self.length == self.key.shape[0]:
+        if self.length == self.key.shape[0] or not is_writable(self.key):
             for name in ("key", "value"):
                 held = getattr(self, name)
                 larger = _room(held, self.length + 1)
-                larger[: self.length] = held
+                larger[: self.length] = held[: self.length]
                 setattr(self, name, larger)
         self.key[self.length] = key
         self.value[self.length] = value

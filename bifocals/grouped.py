@@ -147,7 +147,7 @@ class GroupedLayer(Memory, DynamicLayer):
             self._numbers = GrowingArray(numbers)
 
     def last_sums(self) -> Tensor | None:
-        return None if self._sums is None else self._sums.held[:, :, -1:]
+        return None if self._sums is None or self._sums.length == 0 else self._sums.held[:, :, -1:]
 
     def membership(self) -> Bool[Tensor, "batch router token group"]:
         """The groups of all keys."""
@@ -265,7 +265,7 @@ class GroupedLayer(Memory, DynamicLayer):
         tokens = min(-tokens_to_remove, self.get_seq_length())
         if tokens == 0:
             return
-        if self._filed is not None and self._filed.may_crop(tokens):
+        if self._filed is not None and self._filed.may_crop(tokens) and is_writable(self._filed.near_key):
             self._filed.crop(tokens, self._known_numbers())
         else:
             self.unfile()

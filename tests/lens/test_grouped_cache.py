@@ -162,7 +162,7 @@ def model():
     return model
 
 
-@pytest.mark.parametrize("cropped", [1, 3, 5, 6, 12, 25, 33])
+@pytest.mark.parametrize("cropped", [1, 3, 5, 6, 12, 25, 33, 34])
 def test_a_filed_cache_may_be_cropped_anywhere(model, cropped):
     tokens = tiny_tokens(2, LENGTH)
     whole, past = logits(model, tokens, use_cache=False), filled(model, tokens)
@@ -314,3 +314,22 @@ def test_an_interrupted_step_is_noticed_and_the_model_stays_usable(model, length
         done = lengths.pop()
         close(in_pieces(model, tokens, range(done, LENGTH + 1), past), whole[:, done:])
     close(in_pieces(model, tokens, [0, 20, *range(21, LENGTH + 1)]), whole)
+
+
+@pytest.mark.parametrize("then", ["more tokens", "crop", "select"])
+def test_a_cache_filed_or_grown_in_inference_mode_goes_on_outside(model, then):
+    tokens = tiny_tokens(2, 130)
+    whole, past = logits(model, tokens, use_cache=False), DynamicCache(config=model.config)
+    cuts = [0, 20, *range(21, 91)]
+    if then == "more tokens":
+        in_pieces(model, tokens, cuts[:20], past)
+        cuts = cuts[19:]
+    with torch.inference_mode():
+        in_pieces(model, tokens, cuts, past)
+    assert is_filed(past) == [True, True]
+    if then == "crop":
+        past.crop(-4)
+    elif then == "select":
+        past.batch_select_indices(torch.tensor([0, 1]))
+    start = past.get_seq_length()
+    close(in_pieces(model, tokens, range(start, 131), past), whole[:, start:])
