@@ -7,8 +7,9 @@ prompt, padding between tokens, a graph) gets it back, and the next single token
 The groups of the last keys are not needed while they are near: they are found later, for many tokens at once.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +23,23 @@ from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
 from bifocals.growing import Growing, GrowingArray, is_writable
 from bifocals.memory import Memory
+from bifocals.quick_router import QuickRouter
 
 LONG = 2048  # tokens from which on reading some groups pays for keeping them apart, for each reader of a key
 FEW = 16  # new tokens that are attended one by one; for more, all keys go back to time order
 POSTPONED = 32  # near keys, at most, whose groups are not found yet
 
 
-class Later(NamedTuple):
-    """How to find the groups of a new token's key, once they are asked for."""
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A new token's key and the router, as it then was, that will find its groups, once they are asked for."""
 
     routed: Float[Tensor, "*any 1 size"]
-    holds: Callable[[Float[Tensor, "*any new size"]], Bool[Tensor, "batch router new group"]]
+    router: QuickRouter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Later":
+        """Itself: it never changes, and a copy of the cache copies no lens."""
+        return self
 
 
 class GroupedLayer(Memory, DynamicLayer):
@@ -126,15 +133,16 @@ class GroupedLayer(Memory, DynamicLayer):
                 self._settle()
         else:
             self._settle()
-            self._number(holds.holds(holds.routed) if isinstance(holds, Later) else holds, is_real)
+            self._number(holds.router.holds(holds.routed) if isinstance(holds, Later) else holds, is_real)
 
     def _settle(self) -> None:
         """Find the groups that were left for later."""
-        if self._later:
-            routed = torch.cat([later.routed for later in self._later], dim=-2)
+        for _, alike in groupby(self._later, key=lambda later: id(later.router)):
+            some = list(alike)
+            routed = torch.cat([later.routed for later in some], dim=-2)
             with without_autocast(routed):
-                self._number(self._later[0].holds(routed), None)
-            self._later = []
+                self._number(some[0].router.holds(routed), None)
+        self._later = []
 
     def _number(self, holds: Bool[Tensor, "batch router new group"], is_real: Bool[Tensor, "batch new"] | None) -> None:
         is_in = holds.cpu().numpy()

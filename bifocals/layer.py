@@ -256,14 +256,14 @@ class LayerLens(nn.Module):
         self, routed: tuple[Tensor, ...], memory: Companion | GroupedLayer | None
     ) -> tuple[Tensor, Tensor | Later]:
         """The groups alone; those of a single key that is going to be filed not before they are asked for."""
-        is_step, top_k = routed[0].shape[-2] == 1, self.settings.top_k
+        is_step = routed[0].shape[-2] == 1 and memory is not None and memory.known > 0
         if not is_step:
             self.quick_router = None  # weights may change unseen between one prompt and the next
-        quick = self._quick_router()
+        quick, top_k = self._quick_router(), self.settings.top_k
         assert self.focus is not None
-        if is_step and isinstance(memory, GroupedLayer) and memory.known > 0 and self.focus.sides == "separate":
-            # A function, not a method: a copy of the cache does not copy the lens.
-            return quick.reads(routed[0], top_k), Later(routed[-1], lambda keys: self._quick_router().holds(keys))
+        if is_step and isinstance(memory, GroupedLayer) and self.focus.sides == "separate":
+            # A copy: what a model routes may be its caller's, who writes the next token there.
+            return quick.reads(routed[0], top_k), Later(routed[-1].clone(), quick)
         return quick.membership(*routed, top_k=top_k)
 
     def _quick_router(self) -> QuickRouter:

@@ -18,10 +18,11 @@ KeyMembership = Bool[Tensor, "batch key_router length group"]
 
 
 class QuickRouter:
-    """Prepared from the weights of a router as they are; ``is_fresh`` says whether they still are."""
+    """Prepared from the weights of a router as they are, and never changed; ``is_fresh`` says if they still are so."""
 
     def __init__(self, router: AnyRouter) -> None:
         self.router, self.state = router, _state(router)
+        self.held = [each.detach() for each in _weights(router)]  # or other weights could get their addresses
         self.one = np.eye(router.config.groups, dtype=bool)
 
     def is_fresh(self) -> bool:
@@ -54,7 +55,7 @@ class CentroidQuickRouter(QuickRouter):
         # Beside the scores of keys, for its length, the projected key.
         self.reading = of_queries
         self.holding = torch.cat([of_keys, _columns(projection[-1])], dim=1) if self.is_cosine else of_keys
-        self.potential = router.potential.to(precision).cpu().numpy()
+        self.potential = router.potential.to(precision).cpu().numpy().copy()
 
     def reads(self, routed: Float[Tensor, "batch token hidden"], top_k: int) -> Membership:
         if self.router.config.sides == "same":
@@ -98,7 +99,7 @@ class NetworkQuickRouter(QuickRouter):
         self.reading, self.holding = _Networks(router.queries), _Networks(router.keys)
         precision = self.reading.weight.dtype
         self.bars = router.thresholds.to(precision).log().tolist()
-        self.potential = router.potential.to(precision).numpy()[:, None]
+        self.potential = router.potential.to(precision).numpy().copy()[:, None]
 
     def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
         scores = self.reading(routed) / self.router.config.tau
@@ -120,7 +121,7 @@ class _Networks:
             weight = torch.cat([side.inward, side.linear], dim=-1).to(precision)
             bias = torch.cat([side.inward_bias, side.bias], dim=-1).to(precision)
             self.weight, self.bias = weight / side.deviation.mT, bias - side.mean / side.deviation @ weight
-            self.outward = side.outward.to(precision)
+            self.outward = side.outward.to(precision, copy=True)
 
     def __call__(self, features: Float[Tensor, "batch head token dim"]) -> np.ndarray:
         of_heads = features.transpose(0, 1).flatten(1, 2).to(self.weight.dtype)
@@ -143,14 +144,17 @@ def _precision(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _state(router: AnyRouter) -> list[tuple[int, int]]:
+def _weights(router: AnyRouter) -> list[Tensor]:
     if isinstance(router, Router):
-        held = [router.projection, router.centroids, router.potential]
-    else:
-        held = [router.thresholds, router.potential]
-        for side in (router.queries, router.keys):
-            held += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
-    return [(each.data_ptr(), each._version) for each in held]
+        return [router.projection, router.centroids, router.potential]
+    found = [router.thresholds, router.potential]
+    for side in (router.queries, router.keys):
+        found += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
+    return found
+
+
+def _state(router: AnyRouter) -> list[tuple[int, int]]:
+    return [(each.data_ptr(), each._version) for each in _weights(router)]
 
 
 def may_route_quickly(router: AnyRouter, routed: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import random
 
 import pytest
 import torch
@@ -316,6 +317,163 @@ def test_an_interrupted_step_is_noticed_and_the_model_stays_usable(model, length
     close(in_pieces(model, tokens, [0, 20, *range(21, LENGTH + 1)]), whole)
 
 
+WIDE = 12  # a window in which the groups of many keys are left for later
+
+
+def postponing(score, family="llama"):
+    """A model whose routers are centroids or networks."""
+    model, options = tiny_model(family), {"groups": 4, "top_k": 2, "window": WIDE, "sinks": 2}
+    attach(model, FocusConfig.network(dim=8, **options) if score == "network" else FocusConfig(**options))
+    torch.manual_seed(0)
+    for parameter in lens_of(model).parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+every_score = pytest.mark.parametrize("score", ["cosine", "network"])
+
+
+def undecided(past):
+    return [len(layer._later) for layer in past.layers]
+
+
+class Played:
+    """Rows of tokens and their cache, which is always that of one prefill."""
+
+    def __init__(self, model, is_padded):
+        self.model, self.past, self.length = model, DynamicCache(config=model.config), 0
+        self.tokens, self.mask = tiny_tokens(3, 100), torch.ones(3, 100, dtype=torch.long)
+        for row, start in enumerate(STARTS if is_padded else ()):
+            self.mask[row, :start] = 0
+
+    def read(self, count):
+        cuts = [self.length, self.length + count]
+        positions = (self.mask.cumsum(1) - 1).clamp(min=0)
+        got = in_pieces(self.model, self.tokens, cuts, self.past, self.mask, positions)
+        whole = {"attention_mask": self.mask[:, : cuts[1]], "position_ids": positions[:, : cuts[1]]}
+        expected = logits(self.model, self.tokens[:, : cuts[1]], use_cache=False, **whole)[:, cuts[0] :]
+        real = self.mask[:, cuts[0] : cuts[1]].bool()
+        close(got[real], expected[real])
+        self.length = cuts[1]
+
+    def crop(self, count):
+        self.past.crop(-count)
+        self.length -= count
+        self.tokens[:, self.length :] = self.tokens[:, self.length :].roll(1, 1)  # and goes on with others
+
+    def select(self, rows, change):
+        self.tokens, self.mask = self.tokens[rows], self.mask[rows]
+        change(self.past)
+
+    def play(self, what, chance):
+        rows = len(self.tokens)
+        if what == "steps":
+            for _ in range(chance.choice([1, 5, 14])):
+                self.read(1)
+        elif what in ("piece", "long piece"):
+            self.read(chance.randint(2, 7) if what == "piece" else 18)
+        elif what == "inference":
+            with torch.inference_mode():
+                self.read(1)
+                self.read(1)
+        elif what == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):  # which leaves float64 alone
+                self.read(1)
+        elif what == "crop":
+            self.crop(chance.choice([1, 4, 13]))
+        elif what == "copy":
+            left, self.past = self.past, copy.deepcopy(self.past)
+            left.crop(-3)
+            left.reorder_cache(torch.zeros(rows, dtype=torch.long))
+        elif what == "reorder":
+            order = [chance.randrange(rows) for _ in range(rows)]
+            self.select(order, lambda past: past.reorder_cache(torch.tensor(order)))
+        elif what == "repeat":
+            self.select([row for row in range(rows) for _ in range(2)], lambda past: past.batch_repeat_interleave(2))
+            self.select([0, rows], lambda past: past.batch_select_indices(torch.tensor([0, rows])))
+        elif what == "reset":
+            self.past.reset()
+            self.length = 0
+            self.read(20)
+
+
+@every_score
+@pytest.mark.parametrize("is_padded", [False, True], ids=["whole rows", "padded rows"])
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_is_done_to_a_cache_it_stays_that_of_one_prefill(score, is_padded, seed):
+    chance, left = random.Random(seed), []
+    played = Played(postponing(score), is_padded)
+    played.read(20)
+    kinds = ["piece", "long piece", "inference", "autocast", "crop", "copy", "reorder", "repeat", "reset"]
+    for what in chance.sample(kinds, len(kinds)) + chance.choices(kinds, k=5):
+        if played.length > 60:
+            played.crop(played.length - 40)
+        played.play("steps", chance)
+        left.append(all(undecided(played.past)))
+        played.play(what, chance)
+    played.play("steps", chance)
+    assert any(left) or is_padded
+
+
+def change_weights(model):
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in lens_of(model).parameters():
+            parameter.normal_(std=0.5)
+
+
+def change_potentials(model):
+    torch.manual_seed(5)
+    for router in lens_of(model).routers.values():
+        router.potential.normal_()
+
+
+def replace_weights(model):
+    torch.manual_seed(5)
+    for router in lens_of(model).routers.values():
+        for module in router.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                for _ in range(2):  # the second may lie where the one before the first did
+                    setattr(module, name, nn.Parameter(torch.randn_like(parameter.detach())))
+
+
+def change_top_k(model):
+    lens_of(model).top_k = 1
+
+
+def measure(model):
+    lens_of(model).measure(tiny_tokens(1, 30))
+
+
+@every_score
+@pytest.mark.parametrize("change", [change_weights, change_potentials, replace_weights, change_top_k, measure])
+def test_groups_left_for_later_are_those_of_the_time_when_the_key_came(score, change, monkeypatch):
+    tokens, found = tiny_tokens(2, 70), []
+    for postponed in (32, 0):
+        monkeypatch.setattr(grouped, "POSTPONED", postponed)
+        model = postponing(score)
+        past = DynamicCache(config=model.config)
+        in_pieces(model, tokens, [0, 20, *range(21, 41)], past)
+        assert all(undecided(past)) == (postponed > 0)
+        change(model)
+        found.append(in_pieces(model, tokens, range(40, 71), past))
+    close(*found)
+
+
+def test_a_caller_may_write_the_next_token_over_the_last():
+    """Where nothing is between embeddings and attention, routers look at the caller's own tensor."""
+    model, tokens = postponing("cosine", "olmo2"), tiny_tokens(2, 70)
+    whole, past = logits(model, tokens, use_cache=False), DynamicCache(config=model.config)
+    in_pieces(model, tokens, [0, 20], past)
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens)
+        written = embedded[:, :1].clone()
+        for position in range(20, 70):
+            written.copy_(embedded[:, position : position + 1])
+            step = model(inputs_embeds=written, past_key_values=past, use_cache=True).logits
+            close(step, whole[:, position : position + 1])
+
+
 @pytest.mark.parametrize("then", ["more tokens", "crop", "select"])
 def test_a_cache_filed_or_grown_in_inference_mode_goes_on_outside(model, then):
     tokens = tiny_tokens(2, 130)
@@ -333,3 +491,13 @@ def test_a_cache_filed_or_grown_in_inference_mode_goes_on_outside(model, then):
         past.batch_select_indices(torch.tensor([0, 1]))
     start = past.get_seq_length()
     close(in_pieces(model, tokens, range(start, 131), past), whole[:, start:])
+
+
+@every_score
+def test_weights_that_change_unseen_are_seen_by_the_next_prompt_even_of_one_token(score):
+    model, tokens = postponing(score), tiny_tokens(2, LENGTH)
+    in_pieces(model, tokens, [0, 20, *range(21, LENGTH + 1)])
+    for name, parameter in lens_of(model).named_parameters():
+        parameter.data.mul_(-1.7 if "projection" not in name else 1.0)
+    decoded = in_pieces(model, tokens, range(LENGTH + 1))
+    close(decoded, logits(model, tokens, use_cache=False))

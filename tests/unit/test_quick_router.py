@@ -78,6 +78,34 @@ def test_weights_that_changed_are_noticed(tokens):
         assert not quick.is_fresh()
 
 
+@pytest.mark.parametrize("kind", ["centroids", "networks"])
+def test_weights_that_are_replaced_twice_are_noticed_wherever_they_lie(kind):
+    """The second may get the address of the first."""
+    router = networks() if kind == "networks" else Router(24, 2, FocusConfig(groups=5)).double().eval()
+    owner, name = (router.keys, "linear") if kind == "networks" else (router, "centroids")
+    for _ in range(20):
+        quick = quick_router(router)
+        for _ in range(2):
+            setattr(owner, name, torch.nn.Parameter(torch.randn_like(getattr(owner, name).detach())))
+        assert not quick.is_fresh()
+
+
+@pytest.mark.parametrize("kind", ["centroids", "networks"])
+@torch.no_grad()
+def test_what_was_prepared_stays_when_weights_change(kind, tokens):
+    router = networks() if kind == "networks" else Router(24, 2, FocusConfig(groups=5)).double().eval()
+    query = tokens.view(40, 5, 4, 6).transpose(1, 2)
+    routed = (query, query[:, :2] - 1) if kind == "networks" else (tokens,)
+    quick = quick_router(router)
+    before = quick.membership(*routed, top_k=2)
+    for tensor in (*router.parameters(), *router.buffers()):
+        tensor.copy_(torch.rand_like(tensor))
+    after = quick.membership(*routed, top_k=2)
+    assert all(torch.equal(got, expected) for got, expected in zip(after, before))
+    now = quick_router(router).membership(*routed, top_k=2)
+    assert not all(torch.equal(got, expected) for got, expected in zip(now, before))
+
+
 def test_training_and_gradients_take_the_router_itself(tokens):
     router = Router(24, 2, FocusConfig(groups=5)).double().eval()
     with torch.no_grad():
