@@ -100,6 +100,29 @@ def temperature_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def adaptation_table(folder: Path) -> str:
+    """What adapting a pretrained model to a temperature gives, one line for each stored schedule."""
+    lines = [
+        "| schedule | temperature | steps | minutes | base | base at the temperature | adapted, over the base (95%) "
+        "| trained on at 1, over the base (95%) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(folder.glob("adapt-*.json")):
+        stored = json.loads(path.read_text())
+        found, options, run = stored["held_out"], stored["options"], stored["runs"]["adapted"]
+        shown = [
+            f"{found[name]['perplexity']:.2f}, {found[name]['ratio']:.3f} "
+            f"({found[name]['interval'][0]:.3f} to {found[name]['interval'][1]:.3f})"
+            for name in ("adapted", "continued")
+        ]
+        lines.append(
+            f"| {options['schedule']} | {stored['focal']['temperature']} | {options['steps']} "
+            f"| {run['seconds'] / 60:.0f} | {found['base']['perplexity']:.2f} "
+            f"| {found['base at the temperature']['perplexity']:.2f} | {shown[0]} | {shown[1]} |"
+        )
+    return "\n".join(lines) if len(lines) > 2 else "Not measured yet."
+
+
 def _with_interval(found: dict[str, Any], form: str) -> str:
     if found["interval"] is None:
         return "" if found["mean"] is None else format(found["mean"], form)
@@ -125,6 +148,7 @@ TABLES = {
     "waiting": waiting_table,
     "quality": quality_table,
     "temperature": temperature_table,
+    "adaptation": adaptation_table,
     "demo": demo_output,
 }
 
