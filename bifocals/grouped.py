@@ -259,10 +259,6 @@ class GroupedLayer(Memory, DynamicLayer):
                 masked[row, :, :start] = -np.inf
             mask = torch.from_numpy(masked).to(query.device, torch.promote_types(query.dtype, torch.float32))
             mask = mask.view(batch, kv_heads, -1, length).expand(-1, -1, rows.shape[2], -1)
-            if key.device.type == "cpu" and mask.dtype == key.dtype:
-                # As precise as the fused kernel then, and for so few rows faster.
-                logits = torch.baddbmm(mask.flatten(0, 1), rows.flatten(0, 1), key.flatten(0, 1).mT, alpha=scale)
-                return torch.bmm(logits.softmax(dim=-1), value.flatten(0, 1)).view(*query.shape[:3], -1)
         return attend(rows, key, value, mask, scale)[0].reshape(*query.shape[:3], -1)
 
     def crop(self, tokens_to_remove: int) -> None:
