@@ -75,14 +75,14 @@ def trials() -> Iterator[Trial]:
             if seed < FEW or setting in (STANDARD, FOCAL, LEARNED, REFINED):
                 yield Trial("temperature", setting, seed)
         for setting in (STANDARD, FOCAL):
+            yield Trial("recall", setting, seed, TASK.preset.context)
             if seed < FEW:
-                yield Trial("recall", setting, seed, TASK.preset.context)
                 yield from (Trial("context", setting, seed, context) for context in OTHER_CONTEXTS)
 
 
 @click.command()
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), required=True, help="Results go here.")
-@click.option("--only", default="", help="Run those alone whose name has this pattern: 'recall', ' 0.4 .* seed 0'.")
+@click.option("--only", default="", help="Run those alone whose name has this pattern: '^recall', ' 0.4 .* seed 0'.")
 @click.option("--half", type=click.IntRange(0, 1), help="Run every second one; another process runs the others.")
 @click.option("--list", "is_listed", is_flag=True, help="Name the runs and which are done; run none.")
 def main(path: Path, only: str, half: int | None, is_listed: bool) -> None:
