@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bifocals.adapter import load
+from bifocals.adapter import fingerprint, load
 from bifocals.benchmarks.measuring import surroundings, write_json
 from bifocals.config import FocusConfig
 from bifocals.evaluation.perplexity import evaluate
@@ -153,6 +153,7 @@ def describe(lens: Lens, blocks: Blocks, options: Any) -> dict[str, Any]:
     assert lens.focus is not None
     return {
         "model": {"type": lens.model.config.model_type, "parameters": lens.model.num_parameters()},
+        "weights": fingerprint(lens.model),
         "focus": asdict(lens.focus),
         "options": asdict(options),
         "data": list(blocks.names),

@@ -221,6 +221,8 @@ def test_a_run_resumes_only_as_what_it_was(half_done):
         fit(half_done, TrainOptions(steps=7, batch=2, save_every=2, watch_every=3, warm_up=2), resume=True)
     with pytest.raises(CheckpointError, match="with other length, tokens"):
         fit(half_done, resume=True, length=40, sequences=16)
+    with pytest.raises(CheckpointError, match="with other weights"):
+        fit(half_done, model=tiny_model("llama", dtype=torch.float32, seed=1), resume=True)
     with pytest.raises(ValueError, match="is not empty: expected a new folder"):
         fit(half_done)
     with pytest.raises(CheckpointError, match="Nothing to resume"):
