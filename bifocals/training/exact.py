@@ -51,7 +51,10 @@ class ExactTrainer(Trainer):
     def __init__(self, lens: Lens, blocks: Tensor, folder: Path, args: TrainingArguments, *, batch: int) -> None:
         self.lens, self.folder = lens, folder
         self.order = Order(blocks, args.max_steps * batch, args.seed)
+        caches = getattr(lens.model.config, "use_cache", None)
         super().__init__(lens.model, args, train_dataset=self.order)
+        if caches is not None:
+            lens.model.config.use_cache = caches  # Trainer switches it off for good, and it would be saved so
         self.loss_is_scaled_for_ga = False  # a mean over the micro batch: Trainer divides it by their number
         self.remove_callback(PrinterCallback)
         if is_sharded(lens):

@@ -49,6 +49,7 @@ def test_a_pretrained_model_is_stock_and_folds_to_the_same_logits(text, tmp_path
     assert [each["step"] for each in results["validation"]] == [3, 6]
     assert results["held_out"]["loss"] == results["validation"][-1]["loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    assert model.config.use_cache, "Trainer's own setting was saved"
     stock = {name for name, _ in model.named_parameters()}
     load(model, tmp_path / "out" / "lens")
     tokens = torch.arange(20)[None]
