@@ -23,7 +23,15 @@ def focal_of(temperature: str, given: dict[str, Any]) -> FocalConfig:
     ('prefix', 'token')
     """
     if temperature == LEARNED:
+        if given.get("form") == "constant":
+            raise click.UsageError("--form constant: expected a form that is learned with --temperature learned.")
         return FocalConfig(**{"form": "token", **given})
+    of_learned = [f"--{name}" for name in ("per", "minimum", "maximum") if name in given]
+    if of_learned and given.get("form", "constant") == "constant":
+        raise click.UsageError(
+            f"{', '.join(of_learned)}: of learned temperatures, expected together with --temperature learned or a "
+            "--form that is learned."
+        )
     try:
         number = float(temperature)
     except ValueError as reason:

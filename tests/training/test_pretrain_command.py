@@ -42,6 +42,8 @@ def test_pretrain_trains_a_model_and_folds_it(text, tmp_path):
         (("--preset", "nano", "--temperature", "4.1"), "Expected temperature in (0, 4], got 4.1"),
         (("--preset", "nano", "--temperature", "warm"), "expected a number in (0, 4] or 'learned', got 'warm'"),
         (("--preset", "nano", "--form", "sequence"), "expected form 'token' or 'prefix' for a causal model"),
+        (("--preset", "nano", "--temperature", "learned", "--form", "constant"), "expected a form that is learned"),
+        (("--preset", "nano", "--per", "head", "--maximum", "1"), "--per, --maximum: of learned temperatures"),
         (("--preset", "nano", "--batch", "4000"), "Expected text for one batch, 4000 sequences of 32 tokens"),
         (("--preset", "nano", "--groups", "4"), "--groups: options of Focus, expected together with --focus"),
         (("--preset", "nano", "--sparse"), "--sparse: options of Focus, expected together with --focus"),
