@@ -6,6 +6,10 @@ from typing import Literal
 from bifocals.config import check_types, expect, option
 
 
+def _expect_whole_forwards(batch: int, micro_batch: int) -> None:
+    expect(batch % micro_batch == 0, f"batch a multiple of micro_batch {micro_batch}", batch, "change one of the two")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MassOptions:
     """How routers are fitted by the mass objective."""
@@ -62,9 +66,7 @@ class TrainOptions:
         expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
         for name in ("rate", "full_rate"):
             expect(getattr(self, name) > 0, f"{name} > 0", getattr(self, name), "5e-3 suits a lens, 5e-5 everything")
-        expect(
-            self.batch % self.micro_batch == 0, f"batch a multiple of micro_batch {self.micro_batch}", self.batch, ""
-        )
+        _expect_whole_forwards(self.batch, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +110,7 @@ class PretrainOptions:
         expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
         expect(self.rate > 0, "rate > 0", self.rate, "small models bear 2e-3, large ones 1e-4")
         expect(self.weight_decay >= 0, "weight_decay >= 0", self.weight_decay, "0.1 is usual")
-        expect(
-            self.batch % self.micro_batch == 0, f"batch a multiple of micro_batch {self.micro_batch}", self.batch, ""
-        )
+        _expect_whole_forwards(self.batch, self.micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,7 @@ def test_pretrain_trains_a_model_and_folds_it(text, tmp_path):
         (("--preset", "nano", "--form", "sequence"), "expected form 'token' or 'prefix' for a causal model"),
         (("--preset", "nano", "--temperature", "learned", "--form", "constant"), "expected a form that is learned"),
         (("--preset", "nano", "--per", "head", "--maximum", "1"), "--per, --maximum: of learned temperatures"),
+        (("--preset", "nano", "--batch", "3"), "a multiple of micro_batch 2, got 3: change one of the two."),
         (("--preset", "nano", "--batch", "4000"), "Expected text for one batch, 4000 sequences of 32 tokens"),
         (("--preset", "nano", "--groups", "4"), "--groups: options of Focus, expected together with --focus"),
         (("--preset", "nano", "--sparse"), "--sparse: options of Focus, expected together with --focus"),
