@@ -42,7 +42,7 @@ from bifocals.training.options import AdaptOptions
 from bifocals.training.pretrain import describe, expect_one_batch, save_model
 from bifocals.training.processes import is_first_process, join_processes
 from bifocals.training.query_scale import expect_scalable, put_scales_into_weights, relearn_scales
-from bifocals.training.run import CHECKPOINTS, close_run, expect_accelerate, finished, open_run, training
+from bifocals.training.run import CHECKPOINTS, close_run, expect_trainable, finished, open_run, training
 from bifocals.training.sharding import sharded
 from bifocals.training.watch import Report
 from bifocals.training.whole import Trained, WholeTrainer
@@ -70,8 +70,8 @@ def adapt(
     longer = ContextOptions() if longer is None else longer
     focal, length = FocalConfig(temperature=temperature), longer.context or LENGTH
     stretched = _stretched(model, longer)
-    expect_accelerate()
     join_processes()
+    expect_trainable(options, out)
     blocks = load_blocks(sources, tokenizer, length, part="fitting")
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
     expect_one_batch(blocks, options.batch)

@@ -67,6 +67,7 @@ class TrainOptions:
         for name in ("rate", "full_rate"):
             expect(getattr(self, name) > 0, f"{name} > 0", getattr(self, name), "5e-3 suits a lens, 5e-5 everything")
         _expect_whole_forwards(self.batch, self.micro_batch)
+        expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +112,7 @@ class PretrainOptions:
         expect(self.rate > 0, "rate > 0", self.rate, "small models bear 2e-3, large ones 1e-4")
         expect(self.weight_decay >= 0, "weight_decay >= 0", self.weight_decay, "0.1 is usual")
         _expect_whole_forwards(self.batch, self.micro_batch)
+        expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

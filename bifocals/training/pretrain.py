@@ -38,7 +38,7 @@ from bifocals.training.run import (
     CHECKPOINTS,
     calibration,
     close_run,
-    expect_accelerate,
+    expect_trainable,
     finished,
     open_run,
     training,
@@ -70,8 +70,8 @@ def pretrain(
     options = preset.options if options is None else options
     longer = ContextOptions() if longer is None else longer
     length = longer.context or preset.context
-    expect_accelerate()
     join_processes()
+    expect_trainable(options, out)
     tokenizer = train_tokenizer(sources, preset.vocabulary)
     blocks = load_blocks(sources, tokenizer, length, part="fitting")
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)

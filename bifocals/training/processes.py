@@ -22,6 +22,11 @@ def join_processes() -> None:
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 
+def expect_several_processes() -> None:
+    if not _have_met():
+        raise ValueError("shard: expected several processes, got one. Start them: torchrun -m bifocals ...")
+
+
 def wait_for_all() -> None:
     if distributed.is_initialized():
         distributed.barrier()

@@ -30,8 +30,14 @@ from bifocals.training.baselines import Baseline, balance, fit_kmeans
 from bifocals.training.checkpoint import CheckpointError, last_checkpoint, remove_checkpoints
 from bifocals.training.data import Blocks, load_blocks
 from bifocals.training.mass import MassOptions, MassProgress, calibrate, fit_mass
-from bifocals.training.options import LoraOptions, TrainOptions
-from bifocals.training.processes import is_first_process, join_processes, wait_for_all, world_size
+from bifocals.training.options import LoraOptions, PretrainOptions, TrainOptions
+from bifocals.training.processes import (
+    expect_several_processes,
+    is_first_process,
+    join_processes,
+    wait_for_all,
+    world_size,
+)
 from bifocals.training.watch import Progress, Report, log_warnings
 
 Options = TrainOptions | MassOptions
@@ -65,6 +71,8 @@ def train(
     if lens.focus is None:
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
     described = describe(lens, blocks, options)
+    if isinstance(options, TrainOptions):
+        expect_trainable(options, out)
     open_run(out, described, resume)
     is_whole = isinstance(options, TrainOptions) and options.full_steps > 0
     done = finished(out, len(kept_out.tokens)) if is_whole else None
@@ -222,9 +230,23 @@ def close_run(out: Path, results: dict[str, Any]) -> None:
     remove_checkpoints(out / CHECKPOINTS)
 
 
-def expect_accelerate() -> None:
+def expect_trainable(options: TrainOptions | PretrainOptions, out: Path) -> None:
+    """Refuse what Trainer would refuse, before a run is opened that could neither go on nor begin again."""
     if find_spec("accelerate") is None:
         raise ValueError("Training by gradients needs accelerate. Install it: pip install 'bifocals[training]'")
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    from bifocals.training.exact import arguments_of
+
+    if options.shard:
+        expect_several_processes()
+    loggers = ("none", "all", *get_available_reporting_integrations())
+    if options.report_to not in loggers:
+        raise ValueError(
+            f"report_to: expected one of {', '.join(loggers)}, got {options.report_to!r}. Check the spelling, or "
+            "install its package."
+        )
+    arguments_of(options, out / CHECKPOINTS)
 
 
 def _fit_by_mass(
@@ -258,7 +280,6 @@ def _fit_through_model(
     lens: Lens, blocks: Blocks, watched: Tensor, folder: Path, options: TrainOptions, report: Report
 ) -> dict[str, list[float]]:
     """Phase by phase; returns the losses of each."""
-    expect_accelerate()
     from bifocals.training.sharding import sharded
     from bifocals.training.trainer import LensTrainer
 

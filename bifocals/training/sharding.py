@@ -19,13 +19,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bifocals.lens import Lens
+from bifocals.training.processes import expect_several_processes
 
 
 @contextmanager
 def sharded(lens: Lens) -> Iterator[None]:
     """Every layer that the lens sits on, for the length of the block; afterwards whole again in every process."""
-    if not distributed.is_initialized():
-        raise ValueError("shard: expected several processes, got one. Start them: torchrun -m bifocals train ...")
+    expect_several_processes()
     if torch.cuda.is_available():
         lens.model.to(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))  # type: ignore[arg-type]
     layers = _layers(lens)

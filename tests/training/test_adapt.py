@@ -227,6 +227,7 @@ def test_a_model_without_rotary_positions_is_not_stretched():
         (("--batch", 5000), "Expected text for one batch, 5000 sequences of 48 tokens"),
         (("--context", 9999), "at most the model's 256 tokens, got 9999"),
         (("--steps", 0), "Expected steps >= 1"),
+        (("--shard",), "shard: expected several processes, got one"),
     ],
 )
 def test_wrong_arguments_get_one_message_and_write_nothing(saved_model, tmp_path, arguments, message):

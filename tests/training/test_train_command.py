@@ -47,6 +47,21 @@ def test_wrong_arguments_get_one_message(saved_model, tmp_path, arguments, messa
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--report-to", "nowhere"), "report_to: expected one of none, all"),
+        (("--shard",), "shard: expected several processes, got one"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(saved_model, tmp_path, arguments, message):
+    given = ("--data", "pydoc", "--out", tmp_path / "out", "--length", 48, "--objective", "lm", "--window", 4)
+    result = run(saved_model, *given, *arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_help_names_every_option_with_the_default_of_each_objective():
     text = " ".join(run("--help").output.split())
     assert "mass: 2; lm, distill: 4; lora: 4" in text
