@@ -79,6 +79,8 @@ def pretrain(
     lens = new_lens(preset, tokenizer, focal, focus, longer, options.seed)
     if focus is not None:
         lens.mode = "sparse" if is_sparse else "soft"
+    has_networks = focus is not None and focus.score == "network"
+    how = calibration(lens, blocks) if has_networks else None  # before anything is trained: it may refuse
     described = {"mode": lens.mode, **describe(lens, blocks, options)}
     open_run(out, described, resume)
     done = finished(out, len(kept_out.tokens))
@@ -89,8 +91,8 @@ def pretrain(
         trainer.train_from(last_checkpoint(out / CHECKPOINTS))
     lens.model.eval()
     lens.mode = "hard"
-    if focus is not None and focus.score == "network":
-        calibrate(lens, blocks.tokens, calibration(lens, blocks), domains=blocks.domains)
+    if how is not None:
+        calibrate(lens, blocks.tokens, how, domains=blocks.domains)
     results = {**asdict(trainer.trained()), **described}
     if is_first_process():
         results["held_out"] = measure(lens, blocks.tokens, kept_out.tokens, tokenizer)

@@ -73,6 +73,8 @@ def train(
     described = describe(lens, blocks, options)
     if isinstance(options, TrainOptions):
         expect_trainable(options, out)
+        if lens.focus.score == "network":
+            calibration(lens, blocks)  # before anything is trained: it may refuse
     open_run(out, described, resume)
     is_whole = isinstance(options, TrainOptions) and options.full_steps > 0
     done = finished(out, len(kept_out.tokens)) if is_whole else None
@@ -301,8 +303,13 @@ def _fit_through_model(
 def calibration(lens: Lens, blocks: Blocks) -> MassOptions:
     """As many queries of each block as have far keys, up to the usual number."""
     assert lens.focus is not None
-    far = blocks.tokens.shape[1] - lens.focus.window - lens.focus.sinks
-    return MassOptions(batch=world_size(), rows=max(1, min(MassOptions().rows, far - 1)))
+    near, length = lens.focus.window + lens.focus.sinks, blocks.tokens.shape[1]
+    if length < near + 2:
+        raise ValueError(
+            f"Expected sequences of at least {near + 2} tokens, window, sinks and two more, got {length}: networks are "
+            "set by how often they read far keys. Use longer sequences or a smaller window."
+        )
+    return MassOptions(batch=world_size(), rows=min(MassOptions().rows, length - near - 1))
 
 
 @contextmanager

@@ -112,6 +112,11 @@ def test_bits_per_byte_are_the_bits_of_the_predicted_tokens_over_their_bytes(tex
     assert results["held_out"]["bits_per_byte"] == pytest.approx(bits / size, rel=1e-5)
 
 
+def test_networks_are_calibrated_on_the_shortest_sequence_that_has_far_keys(text, tmp_path):
+    focus = FocusConfig.network(groups=2, top_k=1, window=26, sinks=4, dim=8)
+    assert run(text, tmp_path / "out", focus=focus)["held_out"]["pairs_kept"] <= 1
+
+
 def test_networks_of_focus_are_calibrated_and_cost_less_where_they_train_on_their_pattern(text, tmp_path):
     focus = FocusConfig.network(groups=4, top_k=1, window=4, sinks=1, dim=8)
     results = run(text, tmp_path / "out", focus=focus)

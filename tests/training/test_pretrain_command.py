@@ -48,6 +48,7 @@ def test_pretrain_trains_a_model_and_folds_it(text, tmp_path):
         (("--preset", "nano", "--seed", "-1"), "Expected a seed in [0, 2^32), got -1"),
         (("--preset", "nano", "--report-to", "nowhere"), "report_to: expected one of none, all"),
         (("--preset", "nano", "--shard"), "shard: expected several processes, got one"),
+        (("--preset", "nano", "--focus", "--score", "network", "--window", "27"), "at least 33 tokens"),
         (("--preset", "nano", "--batch", "4000"), "Expected text for one batch, 4000 sequences of 32 tokens"),
         (("--preset", "nano", "--groups", "4"), "--groups: options of Focus, expected together with --focus"),
         (("--preset", "nano", "--sparse"), "--sparse: options of Focus, expected together with --focus"),

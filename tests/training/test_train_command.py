@@ -52,6 +52,7 @@ def test_wrong_arguments_get_one_message(saved_model, tmp_path, arguments, messa
     [
         (("--report-to", "nowhere"), "report_to: expected one of none, all"),
         (("--shard",), "shard: expected several processes, got one"),
+        (("--window", 43), "Expected sequences of at least 49 tokens"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(saved_model, tmp_path, arguments, message):
