@@ -68,8 +68,8 @@ def adapt(
     """Write the adapted model, its lens and the results into ``out``; returns the results. ``model`` is trained."""
     options = AdaptOptions() if options is None else options
     longer = ContextOptions() if longer is None else longer
-    focal, length = FocalConfig(temperature=temperature), longer.context or LENGTH
-    stretched = _stretched(model, longer)
+    focal, stretched = FocalConfig(temperature=temperature), _stretched(model, longer)
+    length = longer.context or min(LENGTH, stretched.max_position_embeddings)
     join_processes()
     expect_trainable(options, out)
     blocks = load_blocks(sources, tokenizer, length, part="fitting")

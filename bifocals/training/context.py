@@ -84,7 +84,13 @@ def put_positions(model: PreTrainedModel, config: PreTrainedConfig) -> None:
 def measure_beyond(
     model: PreTrainedModel, sources: Sequence[str], tokenizer: Any, context: int, limit: int
 ) -> dict[str, Any] | None:
-    """Nats per token within the context and in as many tokens past it; None if the held-out text is too short."""
+    """Nats per token within the context and in as many tokens past it.
+
+    None if the held-out text is too short, or if the model has learned a vector for each position and has no more.
+    """
+    has_rotary = bool(getattr(model.config, "rope_parameters", None))
+    if not has_rotary and 2 * context > model.config.max_position_embeddings:
+        return None
     try:
         blocks = load_blocks(sources, tokenizer, 2 * context, part="held-out", limit=limit)
     except DataError:

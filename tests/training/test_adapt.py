@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from bifocals import FocalConfig, attach, fold, lens_of, load
 from bifocals.cli import main
 from bifocals.models import load_model
-from bifocals.testing import tiny_model
+from bifocals.testing import tiny_model, tiny_tokenizer
 from bifocals.training.adapt import adapt
 from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.context import ContextOptions, put_positions, stretch
@@ -194,6 +194,17 @@ def test_a_model_is_adapted_at_stretched_positions_and_measured_past_its_context
     assert saved.rope_parameters["rope_type"] == "yarn"
     assert saved.max_position_embeddings == 512
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_no_more_positions_are_used_than_a_model_has(family, tmp_path):
+    model = tiny_model(family, dtype=torch.float32)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} bottles of beer on the wall. " for number in range(1200)))
+    options = AdaptOptions(steps=1, batch=1, warm_up=0)
+    results = adapt(model, tiny_tokenizer(), [str(text)], tmp_path / "out", options=options, held_out=1)
+    assert results["length"] == model.config.max_position_embeddings == 256
+    assert (results["beyond"] is None) == (family == "gpt2")
 
 
 def test_a_cap_on_the_logits_is_more_than_a_scale():
