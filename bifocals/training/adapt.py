@@ -68,6 +68,7 @@ def adapt(
     """Write the adapted model, its lens and the results into ``out``; returns the results. ``model`` is trained."""
     options = AdaptOptions() if options is None else options
     longer = ContextOptions() if longer is None else longer
+    _expect_decoder(model)
     focal, stretched = FocalConfig(temperature=temperature), _stretched(model, longer)
     length = longer.context or min(LENGTH, stretched.max_position_embeddings)
     join_processes()
@@ -119,6 +120,14 @@ def adapt(
             save_figure(draw_adaptation(results["runs"]), out / "losses.png")
         close_run(out, results)
     return results
+
+
+def _expect_decoder(model: PreTrainedModel) -> None:
+    if not all(site.is_causal for site in attention_sites(model)):
+        raise ValueError(
+            f"{type(model).__name__} reads the tokens that it would be asked to predict: expected a decoder, which "
+            "reads only those before. Name one."
+        )
 
 
 def _stretched(model: PreTrainedModel, longer: ContextOptions) -> PreTrainedConfig:

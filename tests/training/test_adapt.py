@@ -207,6 +207,17 @@ def test_no_more_positions_are_used_than_a_model_has(family, tmp_path):
     assert (results["beyond"] is None) == (family == "gpt2")
 
 
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_a_model_that_reads_what_it_predicts_is_refused(family, saved_model, tmp_path):
+    tiny_model(family, dtype=torch.float32).save_pretrained(tmp_path / family)
+    tiny_tokenizer().save_pretrained(tmp_path / family)
+    given = (tmp_path / family, "--data", saved_model / "text.txt", "--out", tmp_path / "out", "--context", 48)
+    result = CliRunner().invoke(main, ["adapt", *map(str, given)])
+    assert result.exit_code == 1
+    assert "expected a decoder" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_cap_on_the_logits_is_more_than_a_scale():
     with pytest.raises(ValueError, match=r"caps its logits.*use schedule 'anneal'"):
         expect_scalable(attach(tiny_model("gemma2"), FocalConfig(temperature=0.4)))
