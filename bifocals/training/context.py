@@ -58,6 +58,7 @@ def stretch(config: PreTrainedConfig, options: ContextOptions) -> PreTrainedConf
     original = config.max_position_embeddings
     if options.rope == "ntk":
         dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+        dim = int(dim * known.get("partial_rotary_factor", 1.0))  # the others are not rotated
         theta = known["rope_theta"] * options.factor ** (dim / (dim - 2))
         config.rope_parameters = {**known, "rope_theta": theta}
     elif options.rope != "plain":

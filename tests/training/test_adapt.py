@@ -236,6 +236,20 @@ def test_positions_put_on_a_model_are_those_of_a_model_made_with_them(rope, tmp_
     torch.testing.assert_close(logits(again, tokens), stretched)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "deepseek_v3", "phi3"])
+def test_ntk_divides_the_slowest_frequency_by_the_factor_and_keeps_the_fastest(family):
+    model = tiny_model(family)
+    before = frequencies(model)
+    put_positions(model, stretch(model.config, ContextOptions(rope="ntk", factor=2.0)))
+    change = before / frequencies(model)
+    assert change[0] == 1
+    assert change[-1].item() == pytest.approx(2.0, rel=1e-5)
+
+
+def frequencies(model):
+    return next(module.inv_freq for module in model.modules() if hasattr(module, "inv_freq")).clone()
+
+
 def test_a_model_without_rotary_positions_is_not_stretched():
     with pytest.raises(ValueError, match="expected a model with plain rotary positions"):
         stretch(tiny_model("gpt2").config, ContextOptions(rope="yarn", factor=2.0))
