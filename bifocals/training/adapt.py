@@ -80,7 +80,7 @@ def adapt(
     if options.schedule == "scale":
         expect_scalable(lens)
     described = {"weights": fingerprint(model), "context": asdict(longer), **describe(lens, blocks, options)}
-    open_run(out, described, resume)
+    open_run(out, {**described, "held_out": len(kept_out.tokens)}, resume)
     done = finished(out, len(kept_out.tokens))
     if done is not None:
         lens.detach()

@@ -82,7 +82,7 @@ def pretrain(
     has_networks = focus is not None and focus.score == "network"
     how = calibration(lens, blocks) if has_networks else None  # before anything is trained: it may refuse
     described = {"mode": lens.mode, **describe(lens, blocks, options)}
-    open_run(out, described, resume)
+    open_run(out, {**described, "held_out": len(kept_out.tokens)}, resume)
     done = finished(out, len(kept_out.tokens))
     if done is not None:
         return done

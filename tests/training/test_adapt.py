@@ -160,7 +160,7 @@ def test_an_adaptation_that_is_done_is_not_run_again(saved_model, tmp_path, monk
     assert adapt(loaded.model, loaded.tokenizer, text, out, held_out=2, **how) == results
     assert lens_of(loaded.model) is None
     assert files(out) == before
-    with pytest.raises(CheckpointError, match=r"measured on 2 sequences held out: expected as many, got 1"):
+    with pytest.raises(CheckpointError, match="a run with other held_out"):
         adapt(loaded.model, loaded.tokenizer, text, out, held_out=1, **how)
 
 

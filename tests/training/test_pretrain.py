@@ -35,7 +35,7 @@ def text(tmp_path):
 
 
 def run(text, out, preset=SMALL, focal=FOCAL, **changes):
-    return pretrain(preset, text, out, focal=focal, held_out=2, **changes)
+    return pretrain(preset, text, out, focal=focal, **{"held_out": 2, **changes})
 
 
 def stop(progress):
@@ -72,6 +72,13 @@ def test_a_stopped_run_goes_on_exactly(focal, more, text, tmp_path):
     parts = run(text, tmp_path / "parts", focal=focal, resume=True, **more)
     assert parts["losses"] == whole["losses"]
     assert parts["validation"] == whole["validation"]
+
+
+def test_a_stopped_run_is_measured_on_as_many_sequences_as_before(text, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(text, tmp_path / "out", report=stop)
+    with pytest.raises(CheckpointError, match="a run with other held_out"):
+        run(text, tmp_path / "out", held_out=1, resume=True)
 
 
 def test_a_run_that_is_done_keeps_no_checkpoint_and_is_not_run_again(text, tmp_path, monkeypatch):
