@@ -187,7 +187,7 @@ def open_run(out: Path, described: dict[str, Any], resume: bool) -> None:
             before = json.loads(path.read_text())
         except (OSError, ValueError) as reason:
             raise CheckpointError(
-                f"Nothing to resume in {out}: expected {RUN} of an earlier run ({reason})."
+                f"Nothing to resume in {out}: expected {RUN} of an earlier run ({reason}). Start it without --resume."
             ) from reason
         differ = [name for name in described if not isinstance(before, dict) or before.get(name) != described[name]]
         if differ:

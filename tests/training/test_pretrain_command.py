@@ -52,7 +52,7 @@ def test_pretrain_trains_a_model_and_folds_it(text, tmp_path):
         (("--preset", "nano", "--batch", "4000"), "Expected text for one batch, 4000 sequences of 32 tokens"),
         (("--preset", "nano", "--groups", "4"), "--groups: options of Focus, expected together with --focus"),
         (("--preset", "nano", "--sparse"), "--sparse: options of Focus, expected together with --focus"),
-        (("--preset", "nano", "--resume"), "Nothing to resume"),
+        (("--preset", "nano", "--resume"), "Start it without --resume."),
         (("--preset", "nano", "--factor", "2"), "Expected factor 1 without rope"),
         (("--preset", "nano", "--data", "nowhere.txt"), "No text at 'nowhere.txt'"),
     ],
