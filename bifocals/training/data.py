@@ -62,7 +62,8 @@ def load_blocks(
         raise DataError("Expected at least one source of text, got none. Built-in: pydoc, stdlib.")
     if tokenizer is None:
         raise DataError("This model has no tokenizer: expected one that turns text into its tokens.")
-    found = [_pack(source, load_tokens(source, tokenizer, part), length, limit) for source in sources]
+    of = "" if part == "all" else f" in its {part} part"
+    found = [_pack(source, load_tokens(source, tokenizer, part), length, limit, of) for source in sources]
     domains = [torch.full((len(blocks),), index) for index, blocks in enumerate(found)]
     return Blocks(torch.cat(found), torch.cat(domains), tuple(sources))
 
@@ -141,12 +142,12 @@ def spread(total: int, wanted: int) -> "np.ndarray[Any, Any]":
     return ((np.arange(wanted) + 0.5) * total / wanted).astype(int)
 
 
-def _pack(source: str, tokens: "np.ndarray[Any, Any]", length: int, limit: int | None) -> Tensor:
+def _pack(source: str, tokens: "np.ndarray[Any, Any]", length: int, limit: int | None, of: str) -> Tensor:
     total = len(tokens) // length
     if total == 0:
         raise DataError(
-            f"{source}: expected at least one block of {length} tokens, got {len(tokens)} tokens. Give more text, or a "
-            "smaller length."
+            f"{source}: expected at least one block of {length} tokens{of}, got {len(tokens)}. Give more text, or use "
+            "shorter blocks."
         )
     blocks = tokens[: total * length].reshape(total, length)
     if limit is not None:

@@ -164,6 +164,14 @@ def test_a_corpus_shorter_than_one_batch_is_refused_before_anything_is_written(t
     assert not (tmp_path / "out").exists()
 
 
+def test_a_corpus_too_short_to_hold_a_sequence_out_is_told_so(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("".join(f"{number} {TEXT}" for number in range(20)))
+    with pytest.raises(DataError, match=r"at least one block of \d+ tokens in its held-out part, got \d+"):
+        run([str(path)], tmp_path / "out", longer=ContextOptions(context=200))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_of_another_shape_is_not_resumed_and_not_overwritten(text, tmp_path):
     run(text, tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
