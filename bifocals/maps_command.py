@@ -43,7 +43,12 @@ def maps(
     if (text is None) == (text_file is None):
         raise click.UsageError("expected --text or --file, and not both.")
     check_picture(out)
-    text = text_file.read_text(encoding="utf-8") if text_file is not None else text
+    try:
+        text = text_file.read_text(encoding="utf-8") if text_file is not None else text
+    except UnicodeDecodeError as reason:
+        raise click.UsageError(
+            f"{text_file}: expected text in UTF-8, got other bytes at {reason.start}. Convert it first."
+        ) from reason
     loaded = load_model(model)
     if loaded.tokenizer is None:
         raise click.UsageError(f"{model} has no tokenizer: expected one that turns text into its tokens.")

@@ -1,5 +1,7 @@
 """Pictures of attention show what the model computes."""
 
+import sys
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -78,6 +80,7 @@ def test_the_command_draws_a_picture(saved_model, tmp_path):
         (("--out", "map.jpg", "--text", "two words"), "expected a name that ends in .png or .svg"),
         (("--out", "map.png"), "expected --text or --file"),
         (("--out", "map.png", "--text", "x"), "at least two tokens"),
+        (("--out", "map.png", "--file", sys.executable), "expected text in UTF-8, got other bytes at"),
         (("--out", "map.png", "--text", "two words", "--layer", "9"), "Expected a layer of 0, 1"),
         (("--out", "map.png", "--text", "two words", "--temperature", "0"), "Expected temperature in (0, 4]"),
     ],
