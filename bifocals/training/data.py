@@ -56,7 +56,8 @@ def load_blocks(
 ) -> Blocks:
     """Blocks of ``length`` tokens from every source; at most ``limit`` of each, spread evenly over it.
 
-    ``part`` is for sources that do not name theirs.
+    Without ``part``, a source may name its own; another than ``part`` is an error, or text that was trained on would
+    pass for text held out.
     """
     if not sources:
         raise DataError("Expected at least one source of text, got none. Built-in: pydoc, stdlib.")
@@ -161,6 +162,11 @@ def _split_name(source: str, part: Part) -> tuple[str, Part]:
         return source, part
     if named not in get_args(Part):
         raise DataError(f"{source!r}: expected one of {get_args(Part)} after '@', got {named!r}.")
+    if part not in ("all", named):
+        raise DataError(
+            f"{source!r}: expected a source without '@', since one part of it is trained on and the other measured on. "
+            f"Give {name!r}."
+        )
     return name, named  # type: ignore[return-value]
 
 

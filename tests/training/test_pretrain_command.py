@@ -54,6 +54,7 @@ def test_pretrain_trains_a_model_and_folds_it(text, tmp_path):
         (("--preset", "nano", "--sparse"), "--sparse: options of Focus, expected together with --focus"),
         (("--preset", "nano", "--resume"), "Start it without --resume."),
         (("--preset", "nano", "--factor", "2"), "Expected factor 1 without rope"),
+        (("--preset", "nano", "--data", "pydoc@all"), "'pydoc@all': expected a source without '@'"),
         (("--preset", "nano", "--data", "nowhere.txt"), "No text at 'nowhere.txt'"),
     ],
 )
