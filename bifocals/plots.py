@@ -50,7 +50,7 @@ def draw_temperatures(validation: list[dict[str, Any]]) -> Any:
             end.plot(place, spread["mean"], "o", color=color, markersize=4)
     course.set(xlabel="step", ylabel="temperature, mean over tokens", title="while training")
     course.legend(title="layer", fontsize="small", ncols=2)
-    end.set(xlabel="layer", ylabel="temperature", title="at the end: mean, least and greatest, each head")
+    end.set(xlabel="layer", ylabel="temperature", title="at the end: mean and range of each head")
     end.set_xticks(range(len(last)), list(last))
     return figure
 
@@ -99,6 +99,7 @@ def draw_study(rows: list[dict[str, Any]], summary: dict[str, Any]) -> Any:
     for setting, found in summary["temperatures"].items():
         _draw_interval(by_temperature, setting, found["loss"])
     by_temperature.set(xlabel="temperature", ylabel="held-out loss, nats per token", title="mean and 95% over seeds")
+    by_temperature.tick_params(axis="x", labelsize="small")  # names as wide as their places
     for setting in ("1.0", "0.4", "learned", "refined"):
         own = [row for row in rows if (row["part"], row["setting"]) == ("temperature", setting)]
         if own:
