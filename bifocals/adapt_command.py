@@ -30,6 +30,7 @@ def adapt(
     """Train MODEL to work at a temperature, and compare it with MODEL trained on at temperature 1.
 
     MODEL is smollm2-135m, a folder, a GGUF file or a name on the hub; a source is what it is for `bifocals train`.
+    Sequences have 512 tokens, or as many as MODEL has positions, unless --context says otherwise.
     What is written is a stock transformers checkpoint (model) and a small lens beside it; `bifocals fold` puts the
     temperature into the weights.
     """
