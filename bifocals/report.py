@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "bifocals" / "lenses" / "smollm2-135m" / "README.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "bifocals" / "lenses" / "smollm2-135m" / "README.md",
+    ROOT / "docs" / "ablation.md",
+)
 
 
 def attention_table(folder: Path) -> str:
@@ -123,6 +127,50 @@ def adaptation_table(folder: Path) -> str:
     return "\n".join(lines) if len(lines) > 2 else "Not measured yet."
 
 
+def ablation_table(folder: Path) -> str:
+    """What each part of the recipe buys, one line for each variant of a short fit: gap recovered at far pairs kept."""
+    return _variants(folder / "ablation.json")
+
+
+def baselines_table(folder: Path) -> str:
+    """The same of what a fit has to beat, as far as it reads groups."""
+    return _variants(folder / "baselines.json")
+
+
+def lora_table(folder: Path) -> str:
+    """Perplexities of the base as it is, and after low-rank updates: with full attention, and with window and sinks."""
+    path = folder / "baselines.json"
+    rows = [row for row in json.loads(path.read_text())["rows"] if not row["mean"]] if path.exists() else []
+    if not rows:
+        return "Not measured yet."
+    texts = list(dict.fromkeys(text["text"] for text in rows[0]["texts"]))
+    columns = [f"{_text_name(text)}, {setting}" for text in texts for setting in ("dense", "window + sinks")]
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    for row in rows:
+        name = "the base" if row["part"] == "pattern" else row["name"]
+        lines.append(f"| {name} | {' | '.join(format(text['perplexity'], '.2f') for text in row['texts'])} |")
+    return "\n".join(lines)
+
+
+def _variants(path: Path) -> str:
+    if not path.exists():
+        return "Not measured yet."
+    lines = ["| part | variant | top_k 1 | top_k 2 | top_k 4 | dominance | minutes |", "|---|---|---|---|---|---|---|"]
+    for row in json.loads(path.read_text())["rows"]:
+        if row["mean"]:
+            settings = {each["setting"]: each for each in row["mean"]}
+            shown = [_at_far(settings.get(f"top_k {top_k}")) for top_k in (1, 2, 4)]
+            worst = max(each["dominance"] for each in row["mean"]) * row["focus"]["groups"]
+            lines.append(
+                f"| {row['part']} | {row['name']} | {' | '.join(shown)} | {worst:.2f} | {row['seconds'] / 60:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def _at_far(found: dict[str, Any] | None) -> str:
+    return "" if found is None else f"{found['recovered']:.1%} at {found['far_kept']:.1%}"
+
+
 def _with_interval(found: dict[str, Any], form: str) -> str:
     if found["interval"] is None:
         return "" if found["mean"] is None else format(found["mean"], form)
@@ -149,6 +197,9 @@ TABLES = {
     "quality": quality_table,
     "temperature": temperature_table,
     "adaptation": adaptation_table,
+    "ablation": ablation_table,
+    "baselines": baselines_table,
+    "lora": lora_table,
     "demo": demo_output,
 }
 
