@@ -202,7 +202,8 @@ def _read_adapter(
     if not allow_other_weights and config["weights"] != fingerprint(model):
         raise AdapterError(
             "This adapter was fitted to other weights of the same shapes (another quantisation, precision or "
-            "fine-tune). Load those, or pass allow_other_weights=True and measure what it does."
+            "fine-tune). Load those, or pass allow_other_weights=True (a command: --allow-other-weights) and measure "
+            "what it does."
         )
     tensors = read_tensors(data)
     broken = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]

@@ -17,7 +17,7 @@ from bifocals import __version__
 from bifocals.adapt_command import adapt
 from bifocals.maps_command import maps
 from bifocals.pretrain_command import pretrain
-from bifocals.train_command import train
+from bifocals.train_command import other_weights, train
 
 console = Console()
 
@@ -281,7 +281,7 @@ def _progress() -> Progress:
 @click.option(
     "--mode", type=click.Choice(["hard", "soft"]), default="hard", help="Run Focus sparsely, or by its gates."
 )
-@click.option("--allow-other-weights", is_flag=True, help="Load a lens that was fitted to other weights.")
+@other_weights
 def check(
     model: str,
     lens_folder: str | None,
@@ -323,7 +323,7 @@ def check(
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of each block.")
 @click.option("--blocks", type=click.IntRange(1), default=8, help="Blocks of each text, spread evenly over it.")
 @click.option("--top-k", "top_ks", type=Lengths(), default="1,2,4", help="Settings of the lens's dial.")
-@click.option("--allow-other-weights", is_flag=True, help="Load a lens that was fitted to other weights.")
+@other_weights
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write all numbers here.")
 def evaluate(
     model: str,
@@ -408,7 +408,8 @@ def _command() -> str:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the stock checkpoint; new.")
 @click.option("--temperature", type=float, default=0.4, help="The temperature that goes into the weights.")
 @click.option("--lens", "lens_folder", help="Fold the temperature of this saved lens instead.")
-def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> None:
+@other_weights
+def fold(model: str, out: Path, temperature: float, lens_folder: str | None, allow_other_weights: bool) -> None:
     """Put a constant temperature into the weights of MODEL, so that any engine runs it, without bifocals."""
     from bifocals import FocalConfig, attach, load
     from bifocals import fold as fold_in
@@ -421,7 +422,7 @@ def fold(model: str, out: Path, temperature: float, lens_folder: str | None) -> 
     if lens_folder is None:
         attach(loaded.model, FocalConfig(temperature=temperature))
     else:
-        load(loaded.model, lens_folder)
+        load(loaded.model, lens_folder, allow_other_weights=allow_other_weights)
     stock = fold_in(loaded.model)
     with new_folder(out) as aside:
         stock.save_pretrained(aside)

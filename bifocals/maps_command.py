@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from bifocals.train_command import other_weights
+
 
 @click.command()
 @click.argument("model")
@@ -13,6 +15,7 @@ import click
 @click.option("--head", type=click.IntRange(0), default=0, help="The query head to draw.")
 @click.option("--temperature", type=float, help="Of focal attention; without it, that of the lens, or 0.4.")
 @click.option("--lens", "lens_folder", help="A saved lens: its temperature and its groups.")
+@other_weights
 @click.option("--tokens", "limit", type=click.IntRange(2, 2048), default=128, help="Of the text, at most so many.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="A .png or .svg file.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the entropies here.")
@@ -24,6 +27,7 @@ def maps(
     head: int,
     temperature: float | None,
     lens_folder: str | None,
+    allow_other_weights: bool,
     limit: int,
     out: Path,
     json_path: Path | None,
@@ -55,7 +59,9 @@ def maps(
     ids = loaded.tokenizer(text, verbose=False)["input_ids"][:limit]
     if len(ids) < 2:
         raise click.UsageError(f"expected a text of at least two tokens, got {len(ids)}.")
-    focal = load(loaded.model, lens_folder).focal if lens_folder is not None else None
+    focal = None
+    if lens_folder is not None:
+        focal = load(loaded.model, lens_folder, allow_other_weights=allow_other_weights).focal
     if temperature is None and focal is None:
         temperature = FocalConfig().temperature
     if temperature is not None:

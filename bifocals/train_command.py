@@ -25,6 +25,10 @@ LABELS: dict[type, str] = {
     PretrainOptions: "nano", AdaptOptions: "default", FocalConfig: "default", ContextOptions: "default",
 }  # fmt: skip
 
+other_weights = click.option(
+    "--allow-other-weights", is_flag=True, help="Load a lens that was fitted to other weights."
+)
+
 
 def options_of(*kinds: type, leave_out: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """One command-line option for each field; None where it is not given, so that each kind keeps its own default."""
@@ -84,6 +88,7 @@ def focus_of(given: dict[str, Any], default_score: str) -> FocusConfig:
     "--baseline", type=click.Choice(get_args(Baseline)), help="Instead of fitting, measure what a fit has to beat."
 )
 @click.option("--lens", "lens_folder", help="Go on fitting this saved lens, which brings its own options.")
+@other_weights
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of each sequence.")
 @click.option("--sequences", type=click.IntRange(1), default=12, help="At most so many of each source are fitted on.")
 @click.option("--held-out", type=click.IntRange(1), default=4, help="So many of each source are measured on.")
@@ -102,6 +107,7 @@ def train(
     objective: str,
     baseline: Baseline | None,
     lens_folder: str | None,
+    allow_other_weights: bool,
     resume: bool,
     length: int,
     sequences: int,
@@ -135,7 +141,8 @@ def train(
     if isinstance(options, MassOptions) and lens_folder is not None:
         options = replace(options, is_new=given.get("is_new", False))
     if lens_folder is not None:
-        focus = load(loaded.model, lens_folder, trainable=True).focus or focus
+        lens = load(loaded.model, lens_folder, trainable=True, allow_other_weights=allow_other_weights)
+        focus = lens.focus or focus
     how = {"focus": focus, "options": options, "length": length, "sequences": sequences, "held_out": held_out}
     with FitDisplay() as display:
         how |= {"report": display.report, "on_run": display.on_run}

@@ -116,6 +116,15 @@ def test_fold_writes_a_stock_checkpoint_with_the_same_logits(saved_model: Path, 
         torch.testing.assert_close(folded(tokens).logits, model(tokens).logits)
 
 
+def test_a_lens_of_other_weights_is_folded_only_where_that_is_said(saved_model: Path, tmp_path: Path) -> None:
+    attach(tiny_model("llama", seed=1), FocalConfig(temperature=0.5)).save(tmp_path / "lens")
+    given = ["fold", str(saved_model), "--lens", str(tmp_path / "lens"), "--out", str(tmp_path / "folded")]
+    refused = run(*given)
+    assert refused.exit_code != 0
+    assert "--allow-other-weights" in refused.output
+    assert run(*given, "--allow-other-weights").exit_code == 0
+
+
 def test_fold_does_not_overwrite(saved_model: Path) -> None:
     before = sorted(saved_model.iterdir())
     result = run("fold", str(saved_model), "--out", str(saved_model))
