@@ -156,7 +156,9 @@ def _variants(path: Path) -> str:
     if not path.exists():
         return "Not measured yet."
     lines = ["| part | variant | top_k 1 | top_k 2 | top_k 4 | dominance | minutes |", "|---|---|---|---|---|---|---|"]
-    for row in json.loads(path.read_text())["rows"]:
+    rows = json.loads(path.read_text())["rows"]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    for row in sorted(rows, key=lambda row: parts.index(row["part"])):
         if row["mean"]:
             settings = {each["setting"]: each for each in row["mean"]}
             shown = [_at_far(settings.get(f"top_k {top_k}")) for top_k in (1, 2, 4)]
