@@ -1,5 +1,7 @@
 """The shapes in the operators' signatures are checked whenever the tests run; in production they cost nothing."""
 
+import os
+
 import jaxtyping
 import pytest
 import torch
@@ -27,6 +29,9 @@ OPERATORS = [
     "bifocals.segments",
     "bifocals.training.query_scale",
 ]
+
+# No test waits for a hub that it does not mean to reach; read when transformers is first imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # One thread for each worker: threads that wait for one another on shared cores lose far more than they gain.
 torch.set_num_threads(1)
