@@ -48,3 +48,4 @@ def test_the_tables_are_made_from_the_stored_results() -> None:
         assert "|---" in text
         assert "Not measured yet." not in text
     assert "| 16,384 |" in README
+    assert "| 2,048 | mean |" in README
