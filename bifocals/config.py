@@ -65,6 +65,9 @@ class FocusConfig:
     sides: Literal["separate", "same"] = option(
         "separate", "Queries and keys have their own projections, keys in one group; or both are in the same groups."
     )
+    idle: float = option(
+        0.0, "Share of the keys in no group, those least attended to from afar; networks only, 0.3 by default there."
+    )
     score: Literal["cosine", "dot", "network"] = option(
         "cosine",
         "How a token is compared with a centroid; or small networks score the base's own queries and keys.",
@@ -92,7 +95,10 @@ class FocusConfig:
         expect(self.slope > 0, "slope > 0", self.slope, "it multiplies g_i.g_j inside the sigmoid")
         expect(self.rounds >= 1, "rounds >= 1", self.rounds, "10 is the paper's choice")
         expect(0 <= self.momentum < 1, "momentum in [0, 1)", self.momentum, "0.9 averages about ten steps")
-        if self.score == "network":
+        expect(0 <= self.idle < 1, "idle in [0, 1)", self.idle, "0 puts every key in a group")
+        if self.score != "network":
+            expect(self.idle == 0, "idle=0 without networks", self.idle, "centroids cannot foretell who is attended to")
+        else:
             expect(
                 (self.routers, self.sides, self.balance) == ("kv_head", "separate", "causal"),
                 "routers='kv_head', sides='separate' and balance='causal' with score='network'",
@@ -103,7 +109,7 @@ class FocusConfig:
     @classmethod
     def network(cls, **options: Any) -> "FocusConfig":
         """Small networks on the base's own queries and keys: what keeps most of a model's quality once it is fitted."""
-        return cls(**{"score": "network", "dim": 64, "tau": 1.0, **options})
+        return cls(**{"score": "network", "dim": 64, "tau": 1.0, "idle": 0.3, **options})
 
     @classmethod
     def paper(cls, **options: Any) -> "FocusConfig":

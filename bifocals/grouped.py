@@ -36,6 +36,7 @@ class Later:
 
     routed: Float[Tensor, "*any 1 size"]
     router: QuickRouter
+    top_k: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Later":
         """Itself: it never changes, and a copy of the cache copies no lens."""
@@ -133,15 +134,16 @@ class GroupedLayer(Memory, DynamicLayer):
                 self._settle()
         else:
             self._settle()
-            self._number(holds.router.holds(holds.routed) if isinstance(holds, Later) else holds, is_real)
+            holds = holds.router.holds(holds.routed, holds.top_k) if isinstance(holds, Later) else holds
+            self._number(holds, is_real)
 
     def _settle(self) -> None:
         """Find the groups that were left for later."""
-        for _, alike in groupby(self._later, key=lambda later: id(later.router)):
+        for _, alike in groupby(self._later, key=lambda later: (id(later.router), later.top_k)):
             some = list(alike)
             routed = torch.cat([later.routed for later in some], dim=-2)
             with without_autocast(routed):
-                self._number(some[0].router.holds(routed), None)
+                self._number(some[0].router.holds(routed, some[0].top_k), None)
         self._later = []
 
     def _number(self, holds: Bool[Tensor, "batch router new group"], is_real: Bool[Tensor, "batch new"] | None) -> None:

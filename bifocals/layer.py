@@ -164,9 +164,12 @@ class LayerLens(nn.Module):
     @property
     def owner(self) -> tuple[object, ...]:
         """Who a cache belongs to: with the same groups on both sides, a key's groups depend on top_k."""
-        shared = self.focus is not None and self.focus.sides == "same" and self.settings.mode in ("sparse", "hard")
-        mode = self.settings.mode if self.focus is not None else "on"
-        return self.settings.name, mode, self.settings.top_k if shared else 0
+        if self.focus is None:
+            return self.settings.name, "on", 0
+        mode, top_k = self.settings.mode, self.settings.top_k
+        # And a key may be idle, in no group, unless all groups are read.
+        is_told_apart = self.focus.sides == "same" or (self.focus.idle > 0 and top_k == self.focus.groups)
+        return self.settings.name, mode, top_k if is_told_apart and mode in ("sparse", "hard") else 0
 
     def _memory(self, past: Cache, key: Tensor, pattern: BasePattern, new: int) -> Companion | GroupedLayer:
         settings, owner = self.settings, self.owner
@@ -263,7 +266,7 @@ class LayerLens(nn.Module):
         assert self.focus is not None
         if is_step and isinstance(memory, GroupedLayer) and self.focus.sides == "separate":
             # A copy: what a model routes may be its caller's, who writes the next token there.
-            return quick.reads(routed[0], top_k), Later(routed[-1].clone(), quick)
+            return quick.reads(routed[0], top_k), Later(routed[-1].clone(), quick, top_k)
         return quick.membership(*routed, top_k=top_k)
 
     def _quick_router(self) -> QuickRouter:

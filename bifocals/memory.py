@@ -35,7 +35,8 @@ class Memory:
             raise ValueError(
                 f"This cache was filled with a lens in mode {self.owner[1]!r}, and goes on without it or in another: "
                 "the model would read keys that another model computed. Start from an empty cache after a change of "
-                "mode or (with shared sides) top_k, after detach and in disabled()."
+                "mode, of top_k (with shared sides; with networks, to or from all groups), after detach and in "
+                "disabled()."
             )
         if not self.is_whole:
             raise ValueError(

@@ -3,12 +3,14 @@
     x             the query or key of one head, before rotation, standardised: one token, without its place
     scores        s = x W + b + gelu(x V + c) U                        weights of their own for each head
     keys          one group for each key-value head: argmax(s + potential)
+                  none if idle: if w, what they are foretold to be attended to from afar, is below a bar
     queries       p = softmax(s), for each query head, over the groups and one class more: near or sink
     membership    a query reads every group with p >= threshold        none, some or all
 
 p_g foretells the share of its attention that the query will spend on the far keys of group g. A query whose attention
 stays near reads nothing far, another reads many groups; the thresholds, one for each top_k, are calibrated so that
-queries read top_k groups on average.
+queries read as many keys on average as top_k even groups of all keys would hold. Many keys are hardly ever attended to
+from afar: with those in no group, the others are told apart more finely. Where top_k is all groups, no key is idle.
 """
 
 import math
@@ -30,19 +32,33 @@ class NetworkRouting:
     query_scores: Float[Tensor, "batch head length group"]
     key_scores: Float[Tensor, "batch kv_head length group"]
     thresholds: Float[Tensor, " group"]
+    surplus: Float[Tensor, "batch kv_head length"] | None  # of the keys' worth over their bar: idle if negative
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """How much a query reads each group and a key is in it: shares of what is far, so "near" has no gate."""
-        return self.query_scores.softmax(dim=-1), self.key_scores.softmax(dim=-1)
+        of_keys = self.key_scores.softmax(dim=-1)
+        if self.surplus is not None:
+            of_keys = of_keys * self.surplus.sigmoid()[..., None]
+        return self.query_scores.softmax(dim=-1), of_keys
 
     def groups(self, top_k: int) -> tuple[Tensor, Tensor]:
         """The groups that queries read and keys are in."""
-        return self.query_scores >= self.thresholds[top_k - 1].log(), top_groups(self.key_scores, 1)
+        holds, surplus = top_groups(self.key_scores, 1), self._surplus(top_k)
+        if surplus is not None:
+            holds = holds & (surplus >= 0)[..., None]
+        return self.query_scores >= self.thresholds[top_k - 1].log(), holds
 
     def margins(self, top_k: int) -> tuple[Tensor, Tensor]:
         """By how much, in scores, the decisions were taken: for queries and for keys, (batch, head, length)."""
         from_threshold = self.query_scores.detach() - self.thresholds[top_k - 1].log()
-        return from_threshold.abs().amin(dim=-1), top_margin(self.key_scores, 1)
+        of_keys, surplus = top_margin(self.key_scores, 1), self._surplus(top_k)
+        if surplus is not None:
+            from_bar = surplus.detach().abs()
+            of_keys = torch.where(surplus >= 0, torch.minimum(of_keys, from_bar), from_bar)
+        return from_threshold.abs().amin(dim=-1), of_keys
+
+    def _surplus(self, top_k: int) -> Tensor | None:
+        return None if top_k == len(self.thresholds) else self.surplus
 
 
 class HeadNetworks(nn.Module):
@@ -86,11 +102,14 @@ class NetworkRouter(Balance):
     """
 
     thresholds: Tensor
+    bars: Tensor
 
     def __init__(self, heads: int, kv_heads: int, inputs: int, config: FocusConfig) -> None:
         super().__init__(kv_heads, config)
         self.queries = HeadNetworks(heads, inputs, config.dim, config.groups + 1)
         self.keys = HeadNetworks(kv_heads, inputs, config.dim, config.groups)
+        self.worth = HeadNetworks(kv_heads, inputs, max(1, config.dim // 4), 1) if config.idle > 0 else None
+        self.register_buffer("bars", torch.zeros(kv_heads, 1))
         # Until they are calibrated: half the groups where p is even, all of them at the end of the dial.
         shares = torch.arange(1, config.groups + 1) / config.groups
         self.register_buffer("thresholds", 2 * (1 - shares) / (config.groups + 1))
@@ -107,6 +126,13 @@ class NetworkRouter(Balance):
         """Before the potentials."""
         return self.keys(key) / self.config.tau
 
+    def surplus(self, key: Float[Tensor, "*batch kv_head length dim"]) -> Float[Tensor, "*batch kv_head length"] | None:
+        """How much more a key is worth than its bar; None where no key is ever idle."""
+        if self.worth is None:
+            return None
+        worth = self.worth(key)[..., 0]
+        return worth - self.bars.to(worth.dtype)
+
     def forward(
         self,
         query: Float[Tensor, "batch head length dim"],
@@ -117,7 +143,10 @@ class NetworkRouter(Balance):
         key_scores = self.key_scores(key)
         weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
         return NetworkRouting(
-            self.query_scores(query)[..., :-1], self.balanced(key_scores, weights), self.thresholds.to(key_scores.dtype)
+            self.query_scores(query)[..., :-1],
+            self.balanced(key_scores, weights),
+            self.thresholds.to(key_scores.dtype),
+            self.surplus(key),
         )
 
     def membership(self, query: Tensor, key: Tensor, top_k: int | None = None) -> tuple[Tensor, Tensor]:

@@ -31,12 +31,12 @@ class QuickRouter:
     def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, KeyMembership]:
         """The groups that tokens read, and those that their keys are in."""
         reads = self.reads(routed[0], top_k)
-        return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1])
+        return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1], top_k)
 
     def reads(self, routed: Tensor, top_k: int) -> Membership:
         raise NotImplementedError
 
-    def holds(self, routed: Tensor) -> KeyMembership:
+    def holds(self, routed: Tensor, top_k: int) -> KeyMembership:
         raise NotImplementedError
 
 
@@ -62,7 +62,7 @@ class CentroidQuickRouter(QuickRouter):
             return self._best(self._balanced(routed), top_k)
         return self._best(self._split((routed.to(self.reading.dtype) @ self.reading).numpy()), top_k)
 
-    def holds(self, routed: Float[Tensor, "batch token hidden"]) -> KeyMembership:
+    def holds(self, routed: Float[Tensor, "batch token hidden"], top_k: int) -> KeyMembership:
         return self._best(self._balanced(routed), 1)
 
     def _balanced(self, hidden: Float[Tensor, "batch token hidden"]) -> np.ndarray:
@@ -96,10 +96,12 @@ class NetworkQuickRouter(QuickRouter):
 
     def __init__(self, router: NetworkRouter) -> None:
         super().__init__(router)
-        self.reading, self.holding = _Networks(router.queries), _Networks(router.keys)
+        self.reading = _Networks(router.queries)
+        self.holding = _Networks(router.keys) if router.worth is None else _Networks(router.keys, router.worth)
         precision = self.reading.weight.dtype
         self.bars = router.thresholds.to(precision).log().tolist()
         self.potential = router.potential.to(precision).numpy().copy()[:, None]
+        self.key_bars = router.bars.to(precision).numpy().copy()
 
     def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
         scores = self.reading(routed) / self.router.config.tau
@@ -107,27 +109,39 @@ class NetworkQuickRouter(QuickRouter):
         total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
         return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
 
-    def holds(self, routed: Float[Tensor, "batch kv_head token dim"]) -> KeyMembership:
-        scores = self.holding(routed) / self.router.config.tau + self.potential
-        return _by_row(self.one[scores.argmax(axis=-1)], routed)
+    def holds(self, routed: Float[Tensor, "batch kv_head token dim"], top_k: int) -> KeyMembership:
+        found, groups = self.holding(routed), len(self.one)
+        scores = found[..., :groups] / self.router.config.tau + self.potential
+        holds = self.one[scores.argmax(axis=-1)]
+        if found.shape[-1] > groups and top_k < groups:
+            holds = holds & (found[..., groups] >= self.key_bars)[..., None]
+        return _by_row(holds, routed)
 
 
 class _Networks:
-    """The networks of all heads of a side, (batch, head, token, dim) -> (head, batch * token, outputs)."""
+    """The networks of all heads of a side, joined: (batch, head, token, dim) -> (head, batch * token, outputs)."""
 
-    def __init__(self, side: HeadNetworks) -> None:
+    def __init__(self, *joined: HeadNetworks) -> None:
         with torch.no_grad():
-            self.width, precision = side.inward.shape[-1], _precision(side.mean)
-            weight = torch.cat([side.inward, side.linear], dim=-1).to(precision)
-            bias = torch.cat([side.inward_bias, side.bias], dim=-1).to(precision)
-            self.weight, self.bias = weight / side.deviation.mT, bias - side.mean / side.deviation @ weight
-            self.outward = side.outward.to(precision, copy=True)
+            precision = _precision(joined[0].mean)
+            inward = [_standardising(side, side.inward, side.inward_bias, precision) for side in joined]
+            linear = [_standardising(side, side.linear, side.bias, precision) for side in joined]
+            self.width = sum(side.inward.shape[-1] for side in joined)
+            self.weight, self.bias = (torch.cat(each, dim=-1) for each in zip(*inward, *linear))
+            by_head = zip(*(side.outward.to(precision) for side in joined))
+            self.outward = torch.stack([torch.block_diag(*blocks) for blocks in by_head])
 
     def __call__(self, features: Float[Tensor, "batch head token dim"]) -> np.ndarray:
         of_heads = features.transpose(0, 1).flatten(1, 2).to(self.weight.dtype)
         inward = torch.baddbmm(self.bias, of_heads, self.weight)
         found = torch.baddbmm(inward[..., self.width :], gelu(inward[..., : self.width]), self.outward)
         return np.asarray(found.numpy())
+
+
+def _standardising(side: HeadNetworks, weight: Tensor, bias: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Weight and bias for features as they come."""
+    weight = weight.to(precision)
+    return weight / side.deviation.mT, bias.to(precision) - side.mean / side.deviation @ weight
 
 
 def _by_row(member: np.ndarray, routed: Tensor) -> Membership:
@@ -147,8 +161,8 @@ def _precision(tensor: Tensor) -> torch.dtype:
 def _weights(router: AnyRouter) -> list[Tensor]:
     if isinstance(router, Router):
         return [router.projection, router.centroids, router.potential]
-    found = [router.thresholds, router.potential]
-    for side in (router.queries, router.keys):
+    found = [router.thresholds, router.potential, router.bars]
+    for side in (router.queries, router.keys, *(() if router.worth is None else (router.worth,))):
         found += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
     return found
 

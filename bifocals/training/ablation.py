@@ -2,8 +2,9 @@
 
     python -m bifocals.training.ablation smollm2-135m --json results/ablation.json
 
-The recipe is that of the lens that ships: networks on the base's queries and keys, fitted by mass. Parts that networks
-do not have (routers for each layer, the same groups on both sides) are changed in the recipe with centroids.
+The recipe is that of the lens that ships, with every key in a group: networks on the base's queries and keys, fitted by
+mass. Parts that networks do not have (routers for each layer, the same groups on both sides) are changed in the recipe
+with centroids.
 """
 
 from collections.abc import Iterator
@@ -22,13 +23,16 @@ def variants() -> Iterator[Variant]:
     """Fit every variant of the recipe shortly, and measure it on held-out text."""
 
     def networks(**changes: Any) -> FocusConfig:
-        return FocusConfig.network(**{"window": WINDOW, **changes})
+        return FocusConfig.network(**{"window": WINDOW, "idle": 0.0, **changes})
 
     def centroids(**changes: Any) -> FocusConfig:
         return FocusConfig(**{"window": WINDOW, **changes})
 
     yield Variant("recipe", "networks, 8 groups, mass", networks(), MASS)
     yield Variant("recipe", "another seed", networks(), replace(MASS, seed=1))
+    yield Variant("idle", "three keys in ten idle", networks(idle=0.3), MASS)
+    yield Variant("idle", "three keys in ten idle, another seed", networks(idle=0.3), replace(MASS, seed=1))
+    yield Variant("idle", "five keys in ten idle", networks(idle=0.5), MASS)
     yield Variant("score", "centroids", centroids(), MASS)
     yield Variant("score", "centroids, another seed", centroids(), replace(MASS, seed=1))
     yield Variant("routers", "centroids, one router for each layer", centroids(routers="layer"), MASS)

@@ -1,8 +1,9 @@
 """The router of one layer, fitted by the mass objective on what was captured of the base.
 
-A network router goes through phases: soft, in which groups form; hard (each key in its one group, no group crowded);
-then potentials that make the largest group of any domain as small as possible, and updates of the queries alone on the
-final groups. A centroid router has one phase.
+A network router goes through phases: worth, which finds the keys that nobody attends to from afar; soft, in which
+groups of the others form; hard (each key in its one group, no group crowded); then potentials that make the largest
+group of any domain as small as possible, and updates of the queries alone on the final groups. A centroid router has
+one phase.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,23 +13,24 @@ import torch
 from torch import Tensor, nn
 
 from bifocals.network import AnyRouter, NetworkRouter
-from bifocals.routing import top_groups
 from bifocals.training.capture import LayerCapture
 from bifocals.training.even import even_groups
 from bifocals.training.mass_loss import (
     Update,
-    balanced_scores,
     by_group,
     centroid_update,
+    hard_groups,
     network_update,
     query_update,
 )
 from bifocals.training.processes import sum_gradients, sum_over_processes
 from bifocals.training.sequences import Sequences
 from bifocals.training.watch import COLLAPSED, PATIENCE, REMEDY
+from bifocals.training.worth import attention_received, foretell_mean_worth, set_bars, worth_update
 
 NETWORK_RATE, CENTROID_RATE = 1.5e-2, 5e-3
 WARM_UP = 10  # steps
+WORTH = 0.4  # updates of the keys' worth, for each of the joint steps
 SOFT = 0.55  # share of the joint steps in which groups form; in the rest they are made even
 POTENTIAL_RATE = 0.2
 START_ROUNDS, FINAL_ROUNDS = 100, 300  # in which potentials are found that make groups even
@@ -87,10 +89,14 @@ class LayerFit:
         if not isinstance(self.router, NetworkRouter):
             yield Phase("centroids", 0, steps, self.options.rate or CENTROID_RATE, slice(0, 2 * half))
             return
-        rate, soft = self.options.rate or NETWORK_RATE, max(1, round(SOFT * steps))
-        yield Phase("soft", 0, soft, rate, slice(0, half))
-        yield Phase("hard", soft, steps, rate, slice(half, 2 * half))
-        yield Phase("queries", steps, steps + self.options.query_steps, self.options.query_rate, slice(0, 2 * half))
+        rate, first = self.options.rate or NETWORK_RATE, 0
+        if self.router.worth is not None:
+            first = max(1, round(WORTH * steps))
+            yield Phase("worth", 0, first, rate, slice(0, 2 * half))
+        soft, last = first + max(1, round(SOFT * steps)), first + steps
+        yield Phase("soft", first, soft, rate, slice(0, half))
+        yield Phase("hard", soft, last, rate, slice(half, 2 * half))
+        yield Phase("queries", last, last + self.options.query_steps, self.options.query_rate, slice(0, 2 * half))
 
     def run(self, step: int, state: dict[str, Tensor]) -> MassProgress:
         """From ``step`` on, with the state that was saved there."""
@@ -99,30 +105,37 @@ class LayerFit:
         self.crowded = int(state.get("crowded", 0))
         moments = {name: each for name, each in state.items() if name.startswith("optimizer.")}
         if step == 0 and not self.options.is_new:
-            step = self.phases[1].first if isinstance(router, NetworkRouter) else 0
+            step = self.phases[-2].first if isinstance(router, NetworkRouter) else 0
         elif step == 0:
             initialise(router, self.text.drawn("router", self.number))
         for phase in self.phases:
             if step >= phase.last:
                 continue
-            if step == phase.first == 0 and isinstance(router, NetworkRouter):
-                self._standardise(router)
-                even_groups(router, self.layer, self.text, START_ROUNDS)
-            if step == phase.first and phase.name == "queries" and isinstance(router, NetworkRouter):
-                even_groups(router, self.layer, self.text, FINAL_ROUNDS)
+            starting = router if step == phase.first and isinstance(router, NetworkRouter) else None
+            if starting is not None:
+                self._prepare(starting, phase)
             targets = [self._target(phase, sequence) for sequence in range(len(self.text.domain_of))]
-            if step == 0 and isinstance(router, NetworkRouter):
-                self._foretell_means(router, targets)
+            if starting is not None and phase.name == "worth":
+                foretell_mean_worth(starting, targets)
+            if starting is not None and phase.name == "soft":
+                self._foretell_means(starting, targets)
             self._updates(phase, step, moments, targets)
             step, moments = phase.last, {}
         return self.progress
 
+    def _prepare(self, router: NetworkRouter, phase: Phase) -> None:
+        """What the networks need before they learn."""
+        if phase is self.phases[0]:
+            self._standardise(router)
+        if phase.name == "soft":
+            set_bars(router, self.layer, self.text)
+            even_groups(router, self.layer, self.text, START_ROUNDS)
+        elif phase.name == "queries":
+            even_groups(router, self.layer, self.text, FINAL_ROUNDS)
+
     def _updates(self, phase: Phase, first: int, moments: dict[str, Tensor], targets: list[Tensor]) -> None:
         """AdamW with a warm-up and a linear decay, from step ``first`` to the end of the phase."""
-        trained = (
-            self.router.queries if phase.name == "queries" and isinstance(self.router, NetworkRouter) else self.router
-        )
-        parameters = list(trained.parameters())
+        parameters = self._trained(phase)
         optimizer = torch.optim.AdamW(parameters, lr=phase.rate, betas=(0.9, 0.98), weight_decay=0.0)
         _put_moments(optimizer, parameters, moments)
         for step in range(first, phase.last):
@@ -144,10 +157,21 @@ class LayerFit:
             if (step + 1) % self.options.save_every == 0 and step + 1 < phase.last:
                 self.save(step + 1, _moments(optimizer, parameters) | self._balance_seen())
 
+    def _trained(self, phase: Phase) -> list[nn.Parameter]:
+        router = self.router
+        if not isinstance(router, NetworkRouter):
+            return list(router.parameters())
+        if phase.name == "worth":
+            assert router.worth is not None
+            return list(router.worth.parameters())
+        return [*router.queries.parameters(), *(() if phase.name == "queries" else router.keys.parameters())]
+
     def _update(self, phase: Phase, progress: float, sequence: int, target: Tensor) -> Update:
         rows, keys = self.layer.routed_rows[sequence][..., phase.rows, :], self.layer.routed_keys[sequence]
         if not isinstance(self.router, NetworkRouter):
             return centroid_update(self.router, rows, keys, target)
+        if phase.name == "worth":
+            return worth_update(self.router, keys, target)
         if phase.name == "queries":
             return query_update(self.router, rows, target)
         is_hard = phase.name == "hard"
@@ -156,9 +180,12 @@ class LayerFit:
     def _target(self, phase: Phase, sequence: int) -> Tensor:
         """What the rows of a phase learn from: their far attention or, on final groups, their mass in each of them."""
         attention = self._attention(sequence, phase.rows)
-        if phase.name == "queries" and isinstance(self.router, NetworkRouter):
-            return self._masses(self.router, attention, sequence)
-        return attention
+        if not isinstance(self.router, NetworkRouter):
+            return attention
+        if phase.name == "worth":
+            far = self.text.far(self.layer, sequence, self.device)[phase.rows]
+            return attention_received(attention, far, len(self.router.bars))
+        return self._masses(self.router, attention, sequence) if phase.name == "queries" else attention
 
     def _attention(self, sequence: int, chosen: slice) -> Tensor:
         """Far attention of the rows, kept in half precision (float64 stays): it is summed over many keys."""
@@ -169,7 +196,10 @@ class LayerFit:
 
     @torch.no_grad()
     def _standardise(self, router: NetworkRouter) -> None:
-        for network, features in ((router.queries, self.layer.routed_rows), (router.keys, self.layer.routed_keys)):
+        sides = [(router.queries, self.layer.routed_rows), (router.keys, self.layer.routed_keys)]
+        if router.worth is not None:
+            sides.append((router.worth, self.layer.routed_keys))
+        for network, features in sides:
             together = torch.stack(
                 [torch.stack([each.double().sum(1), each.double().square().sum(1)]) for each in features]
             )
@@ -186,16 +216,17 @@ class LayerFit:
         """Queries start by foretelling the mean mass of each group: what is left to learn is to tell them apart."""
         total = torch.zeros(router.queries.bias.shape[0], self.groups + 1, dtype=torch.double)
         for sequence, each in enumerate(attention):
-            total += self._masses(router, each, sequence).double().mean(dim=1).cpu()
+            *of_groups, idle, near = self._masses(router, each, sequence).double().mean(dim=1).cpu().unbind(dim=-1)
+            total += torch.stack([*of_groups, idle + near], dim=-1)
         sum_over_processes(total)
         router.queries.bias.copy_((total / total.sum(dim=-1, keepdim=True)).clamp(min=1e-6).log()[:, None])
 
     @torch.no_grad()
     def _masses(self, router: NetworkRouter, attention: Tensor, sequence: int) -> Tensor:
-        """What each row spends on each group and, last, near: (head, row, group + 1)."""
-        holds = top_groups(balanced_scores(router, self.layer.routed_keys[sequence])[None], 1)[0]
-        far = by_group(attention, holds)
-        return torch.cat([far, 1 - far.sum(dim=-1, keepdim=True)], dim=-1)
+        """What each row spends on each group, on idle keys and near: (head, row, group + 2)."""
+        of_groups = by_group(attention, hard_groups(router, self.layer.routed_keys[sequence]))
+        far = attention.sum(dim=-1, keepdim=True, dtype=of_groups.dtype)
+        return torch.cat([of_groups, far - of_groups.sum(dim=-1, keepdim=True), 1 - far], dim=-1)
 
     def _balance_seen(self) -> dict[str, Tensor]:
         found = {"crowded": torch.tensor(self.crowded)}
@@ -217,14 +248,14 @@ class LayerFit:
                 self.router.potential.lerp_(dual, 1 - self.text.focus.momentum)
             else:
                 self.router.potential.sub_(POTENTIAL_RATE * pace * (mean - 1).clamp(-1, 1.5))
-        dominance = 0.0 if self.shares is None else float(self.shares.amax()) / self.groups
-        self.crowded = self.crowded + 1 if dominance * self.groups > COLLAPSED else 0
+        largest = 0.0 if self.shares is None else float(self.shares.amax())
+        self.crowded = self.crowded + 1 if largest > COLLAPSED else 0
         warning = None
         if self.crowded == PATIENCE:
             warning = REMEDY.format(limit=COLLAPSED, steps=PATIENCE, where=f" in layer {self.progress.layer}")
         if warning is None and step % self.options.report_every and step != self.steps:
             return
-        kept = torch.tensor([loss.item(), *_kept(updates, self.groups)], dtype=torch.double)
+        kept = torch.tensor([loss.item(), *_kept(updates, self.groups, self.text.focus.idle)], dtype=torch.double)
         sum_over_processes(kept)
         mass, all_mass, far, all_far = kept[1:].tolist()
         self.progress = replace(
@@ -233,7 +264,7 @@ class LayerFit:
             loss=float(kept[0]),
             mass_kept=mass / max(all_mass, 1e-12),
             far_kept=far / max(all_far, 1e-12),
-            dominance=dominance,
+            dominance=largest / self.groups * (1 - self.text.focus.idle),
             warning=warning,
         )
         self.report(self.progress)
@@ -241,11 +272,11 @@ class LayerFit:
 
 @torch.no_grad()
 def initialise(router: AnyRouter, generator: torch.Generator) -> None:
-    """Draw the router anew. The queries of networks start from nothing: their bias is set from the mean mass."""
+    """Draw the router anew. What foretells starts from nothing: its bias is set from the mean."""
     for name, parameter in router.named_parameters():
         fan_in = parameter.shape[-2] if parameter.ndim > 2 else 1
         scale = {"bias": 0.0, "inward_bias": 0.0, "outward": 0.1}.get(name.split(".")[-1], 1.0)
-        if name in ("queries.linear", "queries.outward"):
+        if name in ("queries.linear", "queries.outward", "worth.linear", "worth.outward"):
             scale = 0.0
         if name == "centroids":
             fan_in = 1
@@ -254,13 +285,16 @@ def initialise(router: AnyRouter, generator: torch.Generator) -> None:
     router.potential.zero_()
 
 
-def _kept(updates: list[Update], groups: int) -> list[float]:
-    """Mass kept, all far mass, groups read, all groups: if one in ``groups`` is read, those of the best scores."""
+def _kept(updates: list[Update], groups: int, idle: float) -> list[float]:
+    """Mass kept, all far mass, keys read, all keys: if one key in ``groups`` is read, those of the best scores."""
     sums = [0.0, 0.0, 0.0, 0.0]
+    share = min(1.0, 1 / groups / (1 - idle))  # of the groups, which hold keys that are not idle alone
     for update in updates:
-        bar = update.scores.flatten().float().quantile(1 - 1 / groups) if groups > 1 else -torch.inf
+        if update.scores.numel() == 0:
+            continue  # nothing is read yet
+        bar = update.scores.flatten().float().quantile(1 - share) if share < 1 else -torch.inf
         read = update.scores >= bar
-        new = (update.mass * read).sum(), update.mass.sum(), read.sum(), torch.tensor(read.numel())
+        new = (update.mass * read).sum(), update.far_mass, read.sum() * (1 - idle), torch.tensor(read.numel())
         sums = [before + float(each) for before, each in zip(sums, new)]
     return sums
 

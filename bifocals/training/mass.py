@@ -33,6 +33,7 @@ from bifocals.training.processes import process_number, processes_met, wait_for_
 from bifocals.training.sequences import Sequences
 from bifocals.training.thresholds import calibrate_thresholds
 from bifocals.training.watch import log_warnings
+from bifocals.training.worth import set_bars
 
 __all__ = ["MassOptions", "MassProgress", "calibrate", "fit_mass"]
 
@@ -61,7 +62,7 @@ def fit_mass(
 
 
 def calibrate(lens: Lens, blocks: Tensor, options: MassOptions | None = None, *, domains: Tensor | None = None) -> None:
-    """Thresholds anew, after networks were changed by another objective: top_k groups on average, over ``blocks``."""
+    """Thresholds and bars anew, after networks were changed by another objective: as ``blocks`` ask for."""
     options = MassOptions(batch=1) if options is None else options
     _check(lens, blocks, options, domains)
     _Fit(lens, blocks, options, domains, None, lambda progress: None).calibrate()
@@ -127,7 +128,10 @@ class _Fit:
         return self.done
 
     def calibrate(self) -> None:
-        calibrate_thresholds(self._networks(), self._capture(), self.text)
+        networks, captured = self._networks(), self._capture()
+        for name, router in networks.items():
+            set_bars(router, captured[name], self.text)
+        calibrate_thresholds(networks, captured, self.text)
 
     def _networks(self) -> dict[str, NetworkRouter]:
         return {name: router for name, router in self.lens.routers.items() if isinstance(router, NetworkRouter)}

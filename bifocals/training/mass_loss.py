@@ -1,9 +1,9 @@
 """The losses of the mass objective: what one sequence teaches the router of one layer.
 
 A_ij    the base's attention;  far_i: the keys neither near nor sinks;  M_i = sum of A_ij over far_i
-P_ig    = sum over far_i of A_ij gk_jg                what query i spends on group g;  gk: the keys' gates
+P_ig    = sum over far_i of A_ij gk_jg                what query i spends on group g;  gk: the keys' gates, 0 if idle
 
-networks     - sum_g P_ig log p_ig - (1 - M_i) log p_i,near             cross-entropy: p foretells P
+networks     - sum_g P_ig log p_ig - (1 - sum_g P_ig) log p_i,near      cross-entropy: p foretells P
 centroids    M_i (log cover_i - log(sum_g P_ig gq_ig / M_i)),   cover_i = gq_i . mean_j gk_j
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot, relu
 
 from bifocals.network import NetworkRouter
-from bifocals.routing import Router, sinkhorn_potentials
+from bifocals.routing import Router, sinkhorn_potentials, top_groups
 
 SHARP, SHARP_STRICT = 4.0, 3.0
 UNEVEN, CROWDED, CROWD = 0.3, 5.0, 1.1  # weights of uneven shares and of those above CROWD times the fair share
@@ -27,6 +27,7 @@ class Update:
     loss: Tensor
     scores: Tensor  # of queries for groups, (head, row, group)
     mass: Tensor  # what they spend on them
+    far_mass: Tensor  # what they spend on all far keys
     shares: Tensor | None  # hard group sizes over the fair size, (kv_head, group)
     duals: Tensor | None  # the potentials that this sequence asks for, where they are averaged
 
@@ -42,23 +43,27 @@ def network_update(
     groups = scores.shape[-1]
     gates = scores.softmax(dim=-1)
     hard = one_hot(scores.argmax(dim=-1), groups).to(gates.dtype)
-    mass = by_group(attention, hard + gates - gates.detach() if is_hard else gates)
+    held = held_keys(router, keys)[..., None].to(gates.dtype)
+    mass = by_group(attention, held * (hard + gates - gates.detach() if is_hard else gates))
     foretold = router.query_scores(rows)
-    near = 1 - attention.sum(dim=-1, dtype=gates.dtype)
-    entropy = -((mass * foretold[..., :-1]).sum(dim=-1) + near * foretold[..., -1]).mean()
+    entropy = -((mass * foretold[..., :-1]).sum(dim=-1) + (1 - mass.sum(dim=-1)) * foretold[..., -1]).mean()
     # Sharper gates than the keys' own: what is to be even is the hard groups.
-    shares = ((SHARP_STRICT if is_strict else SHARP) * scores).softmax(dim=-1).mean(dim=1) * groups
+    weight = held * (groups / held.sum(dim=1, keepdim=True).clamp(min=1))
+    shares = (((SHARP_STRICT if is_strict else SHARP) * scores).softmax(dim=-1) * weight).sum(dim=1)
     uneven = UNEVEN * (shares - 1).square().mean()
     if is_strict:
         uneven = uneven + CROWDED * relu(shares - CROWD).square().sum(dim=-1).mean()
-    return Update(entropy + uneven, foretold[..., :-1].detach(), mass.detach(), hard.mean(dim=1) * groups, None)
+    far_mass = attention.sum(dtype=gates.dtype)
+    return Update(
+        entropy + uneven, foretold[..., :-1].detach(), mass.detach(), far_mass, (hard * weight).sum(dim=1), None
+    )
 
 
 def query_update(router: NetworkRouter, rows: Tensor, mass: Tensor) -> Update:
-    """Cross-entropy with the mass in the final groups, "near" last."""
-    foretold = router.query_scores(rows)
-    loss = -(mass * foretold).sum(dim=-1).mean()
-    return Update(loss, foretold[..., :-1].detach(), mass[..., :-1], None, None)
+    """Cross-entropy with the mass in the final groups, then on idle keys and, last, near; it foretells both as near."""
+    foretold, kept = router.query_scores(rows), mass[..., :-2]
+    loss = -((kept * foretold[..., :-1]).sum(dim=-1) + mass[..., -2:].sum(dim=-1) * foretold[..., -1]).mean()
+    return Update(loss, foretold[..., :-1].detach(), kept, mass[..., :-1].sum(), None, None)
 
 
 def centroid_update(router: Router, rows: Tensor, keys: Tensor, attention: Tensor) -> Update:
@@ -78,12 +83,31 @@ def centroid_update(router: Router, rows: Tensor, keys: Tensor, attention: Tenso
     loss = (far_mass * (cover.clamp(min=tiny).log() - kept.clamp(min=tiny).log())).mean()
     with torch.no_grad():
         hard = one_hot((scores + router.potential[:, None]).argmax(dim=-1), groups).to(gates.dtype)
-    return Update(loss, query_scores.detach(), (of_head @ hard).detach(), hard.mean(dim=1) * groups, duals.detach())
+    return Update(
+        loss,
+        query_scores.detach(),
+        (of_head @ hard).detach(),
+        far_mass.sum(),
+        hard.mean(dim=1) * groups,
+        duals.detach(),
+    )
 
 
 def balanced_scores(router: NetworkRouter, keys: Tensor) -> Tensor:
     scores = router.key_scores(keys)
     return scores + router.potential[:, None].to(scores.dtype)
+
+
+def hard_groups(router: NetworkRouter, keys: Tensor) -> Tensor:
+    """Which group each key is in, if any: (kv_head, key, group)."""
+    return top_groups(balanced_scores(router, keys)[None], 1)[0] & held_keys(router, keys)[..., None]
+
+
+@torch.no_grad()
+def held_keys(router: NetworkRouter, keys: Tensor) -> Tensor:
+    """Which keys are not idle, (kv_head, key)."""
+    surplus = router.surplus(keys)
+    return torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device) if surplus is None else surplus >= 0
 
 
 def by_group(attention: Tensor, gates: Tensor) -> Tensor:

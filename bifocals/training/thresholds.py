@@ -1,16 +1,17 @@
-"""One threshold for each top_k, over all layers, at which queries read top_k groups on average.
+"""One threshold for each top_k, over all layers, at which queries read top_k / groups of their far keys on average.
 
 A far key is read iff its query foretells at least the threshold for its group. So the share of far keys read at any
-threshold is the upper end of a histogram of log p, in which every far key counts once; domains count the same.
+threshold is the upper end of a histogram of log p, in which every far key counts once; idle ones are read where all
+groups are, and else never. Domains count the same.
 """
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bifocals.network import NetworkRouter
-from bifocals.routing import top_groups
 from bifocals.training.capture import LayerCapture
-from bifocals.training.mass_loss import balanced_scores
+from bifocals.training.mass_loss import hard_groups
 from bifocals.training.processes import sum_over_processes
 from bifocals.training.sequences import Sequences
 
@@ -22,14 +23,14 @@ def calibrate_thresholds(
     networks: dict[str, NetworkRouter], captured: dict[str, LayerCapture], text: Sequences
 ) -> None:
     """Set the thresholds of all ``networks`` to those that ``text`` asks for."""
-    histogram = torch.zeros(text.domains, BINS, dtype=torch.double)
+    histogram = torch.zeros(text.domains, BINS + 1, dtype=torch.double)  # the last bin: all far keys
     for name, router in networks.items():
         for sequence, domain in enumerate(text.domain_of):
             bins, counts = _far_keys_by_score(router, captured[name], text, sequence)
             histogram[domain].index_add_(0, bins, counts)
     sum_over_processes(histogram)
-    kept = histogram.cumsum(dim=1) / histogram.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = kept[histogram.sum(dim=1) > 0].mean(dim=0)
+    histogram, total = histogram[:, :-1], histogram[:, -1:]
+    mean = (histogram.cumsum(dim=1) / total.clamp(min=1))[total[:, 0] > 0].mean(dim=0)
     thresholds, groups = [], text.focus.groups
     for top_k in range(1, groups + 1):
         below = int((mean <= text.options.budget * top_k / groups).sum())
@@ -41,10 +42,11 @@ def calibrate_thresholds(
 def _far_keys_by_score(
     router: NetworkRouter, layer: LayerCapture, text: Sequences, sequence: int
 ) -> tuple[Tensor, Tensor]:
-    """For every row and group: the bin of its log p, and how many far keys the group holds."""
+    """For every row and group: the bin of its log p, and how many far keys the group holds. Last, all far keys."""
     scores = router.query_scores(layer.routed_rows[sequence])[..., :-1].clamp(min=LOWEST)
-    holds = top_groups(balanced_scores(router, layer.routed_keys[sequence])[None], 1)[0]
+    holds = hard_groups(router, layer.routed_keys[sequence])
     far = text.far(layer, sequence, holds.device)
     counts = (far.float() @ holds.float()).repeat_interleave(scores.shape[0] // holds.shape[0], dim=0)
-    bins = ((scores / LOWEST) * (BINS - 1)).long().flatten()
-    return bins.cpu(), counts.flatten().double().cpu()
+    bins = pad(((scores / LOWEST) * (BINS - 1)).long().flatten(), (0, 1), value=BINS)
+    counts = torch.cat([counts.flatten().double(), far.sum()[None].double() * scores.shape[0]])
+    return bins.cpu(), counts.cpu()

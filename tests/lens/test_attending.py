@@ -167,6 +167,20 @@ def test_the_dial_may_turn_while_decoding_unless_keys_follow_it():
         logits(model, tokens[:, 20:], past_key_values=past, use_cache=True)
 
 
+def test_idle_keys_let_the_dial_turn_while_decoding_but_not_to_all_groups():
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    lens = attach(model, FocusConfig.network(groups=4, window=5, top_k=2))
+    past = DynamicCache()
+    logits(model, tokens[:, :20], past_key_values=past, use_cache=True)
+    lens.top_k = 3
+    logits(model, tokens[:, 20:30], past_key_values=past, use_cache=True)
+    lens.top_k = 4
+    with pytest.raises(ValueError, match="to or from all groups"):
+        logits(model, tokens[:, 30:], past_key_values=past, use_cache=True)
+    lens.top_k = 2
+    logits(model, tokens[:, 30:], past_key_values=past, use_cache=True)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_cache_may_be_cropped_reordered_repeated_selected_and_reset(family):
     model, tokens = tiny_model(family, **({"sliding_window": 30} if family == "mistral" else {})), tiny_tokens()

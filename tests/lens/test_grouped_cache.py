@@ -102,6 +102,8 @@ def test_greedy_and_beam_search_find_what_the_dense_mask_finds(family, how):
     [FocusConfig(groups=4, top_k=1, window=WINDOW, sides="same")],
     [FocusConfig(groups=4, top_k=2, window=WINDOW, sides="same")],
     [FocusConfig(groups=4, top_k=4, window=WINDOW)],
+    [FocusConfig.network(groups=4, top_k=2, window=WINDOW)],
+    [FocusConfig.network(groups=4, top_k=4, window=WINDOW)],
     [FocusConfig(groups=1, window=0, sinks=0)],
     [FocalConfig(temperature=0.5, form="token", per="head"), FocusConfig(groups=4, window=WINDOW)],
     [FocalConfig(temperature=0.5, form="prefix"), FocusConfig(groups=4, window=WINDOW)],

@@ -21,7 +21,8 @@ from bifocals.training.capture import capture_layers
 from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions, fit_mass
 from bifocals.training.mass_kept import far_mass_kept
-from bifocals.training.mass_loss import balanced_scores, centroid_update, network_update, query_update
+from bifocals.training.mass_loss import balanced_scores, centroid_update, held_keys, network_update, query_update
+from bifocals.training.worth import attention_received, worth_update
 
 NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
 FOCUS = {"networks": NETWORKS, "centroids": FocusConfig(groups=4, top_k=1, window=5, sinks=2)}
@@ -137,16 +138,20 @@ def updates():
     attention = torch.rand(4, 7, 12, dtype=torch.double).softmax(dim=-1) * 0.6
     rows, keys = torch.randn(4, 7, 5, dtype=torch.double), torch.randn(2, 12, 5, dtype=torch.double)
     hidden_rows, hidden = torch.randn(7, 6, dtype=torch.double), torch.randn(12, 6, dtype=torch.double)
-    spent = torch.rand(4, 7, 4, dtype=torch.double).softmax(dim=-1)
+    spent = torch.rand(4, 7, 5, dtype=torch.double).softmax(dim=-1)
+    received = attention_received(attention, torch.rand(7, 12) > 0.3, 2)
+    both = torch.nn.ModuleList([network.queries, network.keys])
+    assert 0 < held_keys(network, keys).sum() < held_keys(network, keys).numel()
     return {
-        "soft": (network, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=False)),
-        "strict": (network, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=True)),
+        "worth": (network.worth, lambda: worth_update(network, keys, received)),
+        "soft": (both, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=False)),
+        "strict": (both, lambda: network_update(network, rows, keys, attention, is_hard=False, is_strict=True)),
         "queries": (network.queries, lambda: query_update(network, rows, spent)),
         "centroids": (centroids, lambda: centroid_update(centroids, hidden_rows, hidden, attention)),
     }
 
 
-@pytest.mark.parametrize("name", ["soft", "strict", "queries", "centroids"])
+@pytest.mark.parametrize("name", ["worth", "soft", "strict", "queries", "centroids"])
 def test_gradients_are_those_of_finite_differences(name):
     router, update = updates()[name]
     gradients = torch.autograd.grad(update().loss, list(router.parameters()))
@@ -162,12 +167,13 @@ def test_gradients_are_those_of_finite_differences(name):
 
 
 def test_a_key_in_one_group_has_the_loss_of_that_group_and_the_gradient_of_its_gates():
-    router, _ = updates()["soft"]
     torch.manual_seed(1)
+    router = NetworkRouter(4, 2, 5, FocusConfig.network(groups=3, dim=4)).double()
     attention = torch.rand(4, 7, 12, dtype=torch.double).softmax(dim=-1) * 0.6
     rows, keys = torch.randn(4, 7, 5, dtype=torch.double), torch.randn(2, 12, 5, dtype=torch.double)
     update = network_update(router, rows, keys, attention, is_hard=True, is_strict=False)
-    holds = top_groups(balanced_scores(router, keys)[None], 1)[0].double()
+    is_held = router.worth(keys) >= router.bars[..., None]
+    holds = (top_groups(balanced_scores(router, keys)[None], 1)[0] & is_held).double()
     expected = (attention.view(2, 2, 7, 12) @ holds[:, None]).view(4, 7, 3)
     torch.testing.assert_close(update.mass, expected)
     update.loss.backward()
@@ -186,6 +192,23 @@ def test_fitted_routers_keep_more_mass_than_they_cover(router):
     assert all(torch.equal(tensor, before[name]) for name, tensor in lens.model.state_dict().items())
 
 
+def test_the_keys_that_get_least_are_idle_as_many_as_were_asked_for():
+    lens = lens_with("networks")
+    fit(lens, options=MassOptions(steps=150, query_steps=1, rows=24))
+    tokens, rows = tiny_tokens(7, 100), torch.arange(30, 100).expand(7, -1)
+    for name, layer in capture_layers(lens, tokens, rows).items():
+        held, got = [], []
+        for sequence, keys in enumerate(layer.routed_keys):
+            far = layer.far_keys(rows[0], 100, window=5, sinks=2)
+            attention = layer.far_attention(sequence, slice(None), rows[0], far)
+            received, counted = attention_received(attention, far, 2)
+            held.append(held_keys(lens.routers[name], keys)[:, 2:94])
+            got.append((received / counted)[:, 2:94])
+        held, got = torch.stack(held), torch.stack(got)
+        assert (~held).float().mean(dim=(0, 2)) == pytest.approx([0.3, 0.3], abs=0.05)
+        assert got[held].mean() > 1.5 * got[~held].mean()
+
+
 def test_thresholds_read_top_k_groups_on_average():
     lens = lens_with("networks")
     fit(lens)
@@ -196,7 +219,8 @@ def test_thresholds_read_top_k_groups_on_average():
     for top_k in (1, 2, 3, 4):
         lens.top_k = top_k
         kept.append(lens.measure(tiny_tokens(7, 100)).far_kept)
-    assert kept[:3] == pytest.approx([0.95 * top_k / 4 for top_k in (1, 2, 3)], abs=0.06)
+    # Without the idle ones, seven keys in ten are left to be read.
+    assert kept[:3] == pytest.approx([min(0.95 * top_k / 4, 0.7) for top_k in (1, 2, 3)], abs=0.06)
     assert kept[3] == 1
 
 
@@ -319,7 +343,7 @@ def test_progress_counts_up_to_the_end():
     assert [each.step for each in seen if each.stage == "capture"] == list(range(1, 8))
     fitted = [(each.layers_done, each.step) for each in seen if each.stage == "fit"]
     assert all(earlier < later for earlier, later in pairwise(fitted))
-    assert fitted[-1] == (1, 56)
+    assert fitted[-1] == (1, 16 + 40 + 16)
 
 
 def test_wrong_input_is_told_what_was_expected():

@@ -30,25 +30,27 @@ def test_the_groups_are_those_of_the_router(options, routers, tokens):
 
 
 @torch.no_grad()
-def networks():
+def networks(idle=0.3):
     """Of 4 heads that share 2 key-value heads; nothing at its start."""
     torch.manual_seed(0)
-    router = NetworkRouter(4, 2, 6, FocusConfig.network(groups=5, dim=7, tau=0.7)).double().eval()
+    router = NetworkRouter(4, 2, 6, FocusConfig.network(groups=5, dim=7, tau=0.7, idle=idle)).double().eval()
     for tensor in (*router.parameters(), *router.buffers()):
         tensor.uniform_(0.1, 1.0)
     router.thresholds.copy_(torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]))
     return router
 
 
+@pytest.mark.parametrize("idle", [0.0, 0.3])
 @torch.no_grad()
-def test_the_groups_are_those_of_the_networks(tokens):
-    router = networks()
+def test_the_groups_are_those_of_the_networks(idle, tokens):
+    router = networks(idle)
     query = tokens.view(40, 5, 4, 6).transpose(1, 2)
     key = query[:, :2] - 1
     quick = quick_router(router)
     for top_k in (1, 2, 5):
         expected = router.membership(query, key, top_k)
         assert 0 < expected[0].float().mean() <= 1
+        assert expected[1].any(dim=-1).all() == (top_k == 5 or not idle)
         for got, right in zip(quick.membership(query, key, top_k=top_k), expected):
             assert torch.equal(got, right)
 

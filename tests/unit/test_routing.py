@@ -227,6 +227,14 @@ def test_dominance_is_the_largest_share_and_entropy_that_of_the_shares():
     assert dominance(both).tolist() == [0.25, 0.75]
 
 
+def test_a_token_in_no_group_leaves_every_group_smaller_and_one_in_several_counts_in_each():
+    idle, several = one_hot([0, 0, 1, 2]), one_hot([0, 0, 1, 2]) | one_hot([3, 3, 3, 3])
+    idle[:, :, 0] = False
+    assert dominance(idle).item() == 0.25
+    assert entropy(idle).item() == pytest.approx(math.log(3) / math.log(4))
+    assert dominance(several).item() == 0.5
+
+
 def test_dominance_and_entropy_do_not_count_padding_and_survive_nothing():
     membership, is_real = one_hot([0, 1, 0, 0]), torch.tensor([[True, True, False, False]])
     assert dominance(membership, is_real).item() == 0.5
