@@ -22,6 +22,7 @@ OPERATORS = [
     "bifocals.gated",
     "bifocals.grouped",
     "bifocals.maps",
+    "bifocals.masked",
     "bifocals.network",
     "bifocals.quick_router",
     "bifocals.reference",
