@@ -73,10 +73,12 @@ def quality_table(folder: Path) -> str:
             dense, window, own = (f"{each:.2f}" if each else "" for each in (*perplexities, row.get("perplexity")))
             top_k = row["setting"].split()[-1]
             interval = f" ({low:.1%} to {high:.1%})" if low < high else ""  # one block has none
+            own_rows = [each for each in stored["rows"] if each["setting"] == row["setting"]]
+            in_groups = max(each["dominance_in_groups"] for each in own_rows if text in ("mean", each["text"]))
             lines.append(
                 f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
                 f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} "
-                f"| {row['dominance'] * groups:.2f} |"
+                f"| {row['dominance'] * groups:.2f} ({in_groups * groups:.2f}) |"
             )
     return "\n".join(lines)
 

@@ -50,6 +50,7 @@ def test_dense_is_the_base_and_all_groups_recover_everything():
         1 - math.log(one["perplexity"] / dense["perplexity"]) / math.log(window["perplexity"] / dense["perplexity"])
     )
     assert 0.25 <= one["dominance"] == max(one["dominance_by_layer"].values()) <= 1
+    assert one["dominance_in_groups"] == one["dominance"]  # every key is in a group
     both = [row["recovered"] for row in found["rows"] if row["setting"] == "top_k 1"]
     assert found["mean"][0]["recovered"] == pytest.approx(np.mean(both))
 
