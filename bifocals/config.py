@@ -66,7 +66,7 @@ class FocusConfig:
         "separate", "Queries and keys have their own projections, keys in one group; or both are in the same groups."
     )
     idle: float = option(
-        0.0, "Share of the keys in no group, those least attended to from afar; networks only, 0.3 by default there."
+        0.0, "Share of the keys in no group, those least attended to from afar; networks only, 0.2 by default there."
     )
     score: Literal["cosine", "dot", "network"] = option(
         "cosine",
@@ -109,7 +109,7 @@ class FocusConfig:
     @classmethod
     def network(cls, **options: Any) -> "FocusConfig":
         """Small networks on the base's own queries and keys: what keeps most of a model's quality once it is fitted."""
-        return cls(**{"score": "network", "dim": 64, "tau": 1.0, "idle": 0.3, **options})
+        return cls(**{"score": "network", "dim": 64, "tau": 1.0, "idle": 0.2, **options})
 
     @classmethod
     def paper(cls, **options: Any) -> "FocusConfig":

@@ -30,9 +30,9 @@ def variants() -> Iterator[Variant]:
 
     yield Variant("recipe", "networks, 8 groups, mass", networks(), MASS)
     yield Variant("recipe", "another seed", networks(), replace(MASS, seed=1))
-    yield Variant("idle", "three keys in ten idle", networks(idle=0.3), MASS)
-    yield Variant("idle", "three keys in ten idle, another seed", networks(idle=0.3), replace(MASS, seed=1))
-    yield Variant("idle", "five keys in ten idle", networks(idle=0.5), MASS)
+    for idle in (0.2, 0.5):
+        yield Variant("idle", f"{idle:.0%} of the keys idle", networks(idle=idle), MASS)
+        yield Variant("idle", f"{idle:.0%} of the keys idle, another seed", networks(idle=idle), replace(MASS, seed=1))
     yield Variant("score", "centroids", centroids(), MASS)
     yield Variant("score", "centroids, another seed", centroids(), replace(MASS, seed=1))
     yield Variant("routers", "centroids, one router for each layer", centroids(routers="layer"), MASS)

@@ -127,7 +127,7 @@ class LayerFit:
         """What the networks need before they learn."""
         if phase is self.phases[0]:
             self._standardise(router)
-        if phase.name == "soft":
+        if phase.name == ("soft" if self.options.is_new else "hard"):  # the first with groups
             set_bars(router, self.layer, self.text)
             even_groups(router, self.layer, self.text, START_ROUNDS)
         elif phase.name == "queries":
@@ -248,7 +248,7 @@ class LayerFit:
                 self.router.potential.lerp_(dual, 1 - self.text.focus.momentum)
             else:
                 self.router.potential.sub_(POTENTIAL_RATE * pace * (mean - 1).clamp(-1, 1.5))
-        largest = 0.0 if self.shares is None else float(self.shares.amax())
+        largest = 0.0 if self.shares is None else float(self.shares.amax()) * (1 - self.text.focus.idle)
         self.crowded = self.crowded + 1 if largest > COLLAPSED else 0
         warning = None
         if self.crowded == PATIENCE:
@@ -264,7 +264,7 @@ class LayerFit:
             loss=float(kept[0]),
             mass_kept=mass / max(all_mass, 1e-12),
             far_kept=far / max(all_far, 1e-12),
-            dominance=largest / self.groups * (1 - self.text.focus.idle),
+            dominance=largest / self.groups,
             warning=warning,
         )
         self.report(self.progress)

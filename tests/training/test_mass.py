@@ -24,7 +24,7 @@ from bifocals.training.mass_kept import far_mass_kept
 from bifocals.training.mass_loss import balanced_scores, centroid_update, held_keys, network_update, query_update
 from bifocals.training.worth import attention_received, worth_update
 
-NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8)
+NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8, idle=0.3)
 FOCUS = {"networks": NETWORKS, "centroids": FocusConfig(groups=4, top_k=1, window=5, sinks=2)}
 OPTIONS = MassOptions(steps=40, query_steps=16, rows=24, save_every=8, report_every=4)
 every_router = pytest.mark.parametrize("router", FOCUS)
