@@ -1,8 +1,8 @@
 """The grouped cache: a layer of transformers' cache that reads for a decoding step only what its query attends to.
 
-While the sequence is short, keys and values lie in time order and a step masks what its query does not read
-(masked.py): that is fastest there. Once it is long they are filed by group (filed.py). Whatever needs the time order (a
-long piece of a prompt, padding between tokens, a graph) gets it back, and the next single token files them anew.
+While the sequence is short, keys and values lie in time order and a step masks what its query does not read: that is
+fastest there. Once it is long they are filed by group (filed.py). Whatever needs the time order (a long piece of a
+prompt, padding between tokens, a graph) gets it back, and the next single token files them anew.
 
 The groups of the last keys are not needed while they are near: they are found later, for many tokens at once.
 """
@@ -22,7 +22,6 @@ from bifocals.backends.call import attend
 from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
 from bifocals.growing import Growing, GrowingArray, is_writable
-from bifocals.masked import Masks
 from bifocals.memory import Memory
 from bifocals.quick_router import QuickRouter
 
@@ -53,7 +52,6 @@ class GroupedLayer(Memory, DynamicLayer):
     _numbers: GrowingArray | None  # of the groups that the keys are in, but for
     _later: list[Later]  # the last ones, which are near
     _sums: Growing | None
-    _masks: Masks | None  # of each group, while keys are in time order and single tokens come
 
     def __init__(self, layer: DynamicLayer, focus: FocusConfig) -> None:
         # The base's is not called: it would set keys and values, which here are computed.
@@ -63,7 +61,7 @@ class GroupedLayer(Memory, DynamicLayer):
             self._flat = Growing(layer.keys), Growing(layer.values)
 
     def reset(self) -> None:
-        self._flat = self._filed = self._new = self._numbers = self._sums = self._masks = None
+        self._flat = self._filed = self._new = self._numbers = self._sums = None
         self._later = []
 
     @property
@@ -210,8 +208,7 @@ class GroupedLayer(Memory, DynamicLayer):
         if self._flat is not None and self._is_worth_filing(starts, reads.shape[1]):
             key, value = self.in_time_order()
             numbers, groups = self._known_numbers(), self.focus.groups
-            self._filed = Filed.file(key, value, numbers, groups, starts, sinks, window)
-            self._flat = self._masks = None
+            self._filed, self._flat = Filed.file(key, value, numbers, groups, starts, sinks, window), None
             return self._filed.attend(query, reads[:, :, 0], scale)
         if self._flat is not None:
             return self._attend_masked(query, reads[:, :, 0], starts, scale)
@@ -242,20 +239,27 @@ class GroupedLayer(Memory, DynamicLayer):
         starts: tuple[int, ...],
         scale: float,
     ) -> Float[Tensor, "batch head 1 value_dim"]:
-        """In time order: every key, with a mask (on the host: cheaper calls) over those not read."""
+        """In time order: every key, with a mask (made on the host: cheaper calls) over those not read."""
         key, value = self.in_time_order()
         batch, kv_heads, length, dim = key.shape
-        far, mask = length - 1 - self.focus.window, None
+        near, mask = length - 1 - self.focus.window, None
         rows = query.reshape(batch, kv_heads, -1, dim)  # the heads that share keys are the rows of one call
-        if far > 0 or any(starts):
-            numbers = self._known_numbers()
-            if self._masks is None or self._masks.starts != starts or self._masks.far > far:
-                self._masks = Masks(self.focus.groups, starts, self.focus.sinks, numbers.shape[1])
-            self._masks.cover(length)
-            self._masks.leave(numbers, max(far, 0))
-            readers = max(reads.shape[1], numbers.shape[1], kv_heads)
-            mask = torch.from_numpy(self._masks.of(reads.cpu().numpy(), readers, length))
-            mask = mask.to(query.device, torch.promote_types(query.dtype, torch.float32))
+        if near > 0 or any(starts):
+            far = max(near, 0)
+            # Of each number that a key can have, what is added to its logit.
+            added = np.full((*reads.shape[:2], self.focus.groups + 1), -np.inf, dtype=np.float32)
+            added[:, :, 1:][reads.cpu().numpy()] = 0
+            numbers = self._known_numbers()[:, :, :far]
+            finest = max(reads.shape[1], numbers.shape[1], kv_heads)
+            added, numbers = _repeat(added, finest), _repeat(numbers, finest)
+            masked = np.zeros((batch, finest, length), dtype=np.float32)
+            for row, start in enumerate(starts):
+                for reader in range(finest):
+                    # "clip" finds nothing to clip: any other mode goes by way of a copy.
+                    added[row, reader].take(numbers[row, reader], out=masked[row, reader, :far], mode="clip")
+                masked[row, :, start : start + self.focus.sinks] = 0
+                masked[row, :, :start] = -np.inf
+            mask = torch.from_numpy(masked).to(query.device, torch.promote_types(query.dtype, torch.float32))
             mask = mask.view(batch, kv_heads, -1, length).expand(-1, -1, rows.shape[2], -1)
         return attend(rows, key, value, mask, scale)[0].reshape(*query.shape[:3], -1)
 
@@ -273,8 +277,6 @@ class GroupedLayer(Memory, DynamicLayer):
             self.unfile()
             for side in self._flat or ():
                 side.cut(side.length - tokens)
-        if self._masks is not None and self._masks.far > self.get_seq_length():
-            self._masks = None  # other tokens may come in the place of far ones
         if self._sums is not None:
             self._sums.cut(self._sums.length - tokens)
         if self._numbers is not None:
@@ -293,6 +295,11 @@ class GroupedLayer(Memory, DynamicLayer):
             return
         self._settle()
         rows = torch.arange(self.shape()[0], device=indices.device)[indices].tolist()
-        for part in (*(self._flat or ()), self._filed, self._numbers, self._sums, self._masks):
+        for part in (*(self._flat or ()), self._filed, self._numbers, self._sums):
             if part is not None:
                 part.select(rows)
+
+
+def _repeat(side: np.ndarray, times: int) -> np.ndarray:
+    """One for each of so many readers or heads."""
+    return side if side.shape[1] == times else side.repeat(times // side.shape[1], axis=1)

@@ -5,8 +5,6 @@ product or two with joined weights give all that decides, and the rest is done o
 compared in full: the length of a query changes no order.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
@@ -23,14 +21,12 @@ class QuickRouter:
     """Prepared from the weights of a router as they are, and never changed; ``is_fresh`` says if they still are so."""
 
     def __init__(self, router: AnyRouter) -> None:
-        self.router, self.networks, self.state = router, dict(router._modules), _state(router)
+        self.router, self.state = router, _state(router)
+        self.held = [each.detach() for each in _weights(router)]  # or other weights could get their addresses
         self.one = np.eye(router.config.groups, dtype=bool)
 
     def is_fresh(self) -> bool:
-        return self.networks == self.router._modules and all(
-            owner.get(name) is tensor and tensor.data_ptr() == address and tensor._version == version
-            for owner, name, tensor, address, version in self.state
-        )
+        return self.state == _state(self.router)
 
     def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, KeyMembership]:
         """The groups that tokens read, and those that their keys are in."""
@@ -108,16 +104,18 @@ class NetworkQuickRouter(QuickRouter):
         self.key_bars = router.bars.to(precision).numpy().copy()
 
     def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
-        foretold = (self.reading(routed) / self.router.config.tau).log_softmax(dim=-1)
-        return _by_row(foretold[..., :-1] >= self.bars[top_k - 1], routed)
+        scores = self.reading(routed) / self.router.config.tau
+        top = scores.max(axis=-1, keepdims=True)
+        total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
+        return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
 
     def holds(self, routed: Float[Tensor, "batch kv_head token dim"], top_k: int) -> KeyMembership:
-        found, groups = self.holding(routed).numpy(), len(self.one)
+        found, groups = self.holding(routed), len(self.one)
         scores = found[..., :groups] / self.router.config.tau + self.potential
         holds = self.one[scores.argmax(axis=-1)]
         if found.shape[-1] > groups and top_k < groups:
             holds = holds & (found[..., groups] >= self.key_bars)[..., None]
-        return _by_row(torch.from_numpy(holds), routed)
+        return _by_row(holds, routed)
 
 
 class _Networks:
@@ -133,10 +131,11 @@ class _Networks:
             by_head = zip(*(side.outward.to(precision) for side in joined))
             self.outward = torch.stack([torch.block_diag(*blocks) for blocks in by_head])
 
-    def __call__(self, features: Float[Tensor, "batch head token dim"]) -> Float[Tensor, "head row outputs"]:
+    def __call__(self, features: Float[Tensor, "batch head token dim"]) -> np.ndarray:
         of_heads = features.transpose(0, 1).flatten(1, 2).to(self.weight.dtype)
         inward = torch.baddbmm(self.bias, of_heads, self.weight)
-        return torch.baddbmm(inward[..., self.width :], gelu(inward[..., : self.width]), self.outward)
+        found = torch.baddbmm(inward[..., self.width :], gelu(inward[..., : self.width]), self.outward)
+        return np.asarray(found.numpy())
 
 
 def _standardising(side: HeadNetworks, weight: Tensor, bias: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -145,10 +144,10 @@ def _standardising(side: HeadNetworks, weight: Tensor, bias: Tensor, precision: 
     return weight / side.deviation.mT, bias.to(precision) - side.mean / side.deviation @ weight
 
 
-def _by_row(member: Bool[Tensor, "head row group"], routed: Tensor) -> Membership:
+def _by_row(member: np.ndarray, routed: Tensor) -> Membership:
     """(head, batch * token, group) -> (batch, head, token, group)"""
     batch, heads, tokens, _ = routed.shape
-    return member.view(heads, batch, tokens, -1).transpose(0, 1)
+    return torch.from_numpy(member.reshape(heads, batch, tokens, -1).swapaxes(0, 1))
 
 
 def quick_router(router: AnyRouter) -> QuickRouter:
@@ -159,15 +158,17 @@ def _precision(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _state(router: AnyRouter) -> list[tuple[Mapping[str, Tensor | None], str, Tensor, int, int]]:
-    """Where each weight hangs, itself (or others could get its address), where it lies and how often it was changed."""
-    return [
-        (owner, name, tensor, tensor.data_ptr(), tensor._version)
-        for module in router.modules()
-        for owner in (module._parameters, module._buffers)
-        for name, tensor in owner.items()
-        if tensor is not None
-    ]
+def _weights(router: AnyRouter) -> list[Tensor]:
+    if isinstance(router, Router):
+        return [router.projection, router.centroids, router.potential]
+    found = [router.thresholds, router.potential, router.bars]
+    for side in (router.queries, router.keys, *(() if router.worth is None else (router.worth,))):
+        found += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
+    return found
+
+
+def _state(router: AnyRouter) -> list[tuple[int, int]]:
+    return [(each.data_ptr(), each._version) for each in _weights(router)]
 
 
 def may_route_quickly(router: AnyRouter, routed: Tensor) -> bool:

@@ -22,7 +22,6 @@ OPERATORS = [
     "bifocals.gated",
     "bifocals.grouped",
     "bifocals.maps",
-    "bifocals.masked",
     "bifocals.network",
     "bifocals.quick_router",
     "bifocals.reference",

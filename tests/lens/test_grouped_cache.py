@@ -175,19 +175,6 @@ def test_a_filed_cache_may_be_cropped_anywhere(model, cropped):
     close(in_pieces(model, tokens, range(kept, LENGTH + 1), past), whole[:, kept:])
 
 
-@pytest.mark.parametrize("cropped", [1, 3, 8, 20])
-def test_other_tokens_may_come_in_the_place_of_cropped_ones(model, cropped, monkeypatch):
-    """In time order, of which a step has masks ready."""
-    monkeypatch.setattr(grouped, "LONG", 1000)
-    tokens, kept = tiny_tokens(2, LENGTH), 34 - cropped
-    past = DynamicCache(config=model.config)
-    in_pieces(model, tokens, [0, 20, *range(21, 35)], past)
-    past.crop(-cropped)
-    others = torch.cat([tokens[:, :kept], tiny_tokens(2, LENGTH, seed=1)[:, kept:]], dim=1)
-    whole = logits(model, others, use_cache=False)
-    close(in_pieces(model, others, [kept, *range(36, LENGTH + 1)], past), whole[:, kept:])
-
-
 def test_rows_of_a_filed_cache_may_be_reordered_repeated_and_selected(model):
     tokens = tiny_tokens(3, LENGTH)
     whole, past = logits(model, tokens, use_cache=False), filled(model, tokens)

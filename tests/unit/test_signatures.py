@@ -15,17 +15,7 @@ from bifocals.routing import dominance
 
 MODULES = ["backends.call", "backends.dense", "backends.gated", "backends.operator", "backends.pattern"]
 MODULES += ["backends.sparse", "backends.strips", "backends.tiles", "checks", "filed", "focal", "focus", "gated"]
-MODULES += [
-    "grouped",
-    "maps",
-    "masked",
-    "network",
-    "quick_router",
-    "reference",
-    "routing",
-    "segments",
-    "training.query_scale",
-]
+MODULES += ["grouped", "maps", "network", "quick_router", "reference", "routing", "segments", "training.query_scale"]
 
 
 @pytest.mark.parametrize("name", MODULES)
