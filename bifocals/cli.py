@@ -389,7 +389,7 @@ def print_perplexity(result: dict[str, Any], groups: int) -> None:
             _shown(row.get("recovered"), ".1%") + interval,
             _shown(row.get("far_kept"), ".1%"),
             _shown(row.get("pairs_kept"), ".1%"),
-            _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),
+            _shown(row["dominance_in_groups"] * groups if "dominance" in row else None, ".2f"),
         )
     console.print(table)
 

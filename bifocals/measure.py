@@ -2,7 +2,7 @@
 
 far kept     attended far pairs / all far pairs          far: neither near nor a sink
 pairs kept   attended pairs / all pairs the base reads
-dominance    the largest group's share of the keys; 1 / groups is perfect balance of keys that are all in a group
+dominance    the largest group's share of the keys in groups; 1 / groups is perfect balance
 """
 
 from dataclasses import dataclass

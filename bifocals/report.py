@@ -78,7 +78,7 @@ def quality_table(folder: Path) -> str:
             lines.append(
                 f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
                 f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} "
-                f"| {row['dominance'] * groups:.2f} ({in_groups * groups:.2f}) |"
+                f"| {in_groups * groups:.2f} ({row['dominance'] * groups:.2f}) |"
             )
     return "\n".join(lines)
 
@@ -164,7 +164,8 @@ def _variants(path: Path) -> str:
         if row["mean"]:
             settings = {each["setting"]: each for each in row["mean"]}
             shown = [_at_far(settings.get(f"top_k {top_k}")) for top_k in (1, 2, 4)]
-            worst = max(each["dominance"] for each in row["mean"]) * row["focus"]["groups"]
+            found = [each for each in row["texts"] if "dominance" in each]  # without idle keys both counts are one
+            worst = max(each.get("dominance_in_groups", each["dominance"]) for each in found) * row["focus"]["groups"]
             lines.append(
                 f"| {row['part']} | {row['name']} | {' | '.join(shown)} | {worst:.2f} | {row['seconds'] / 60:.0f} |"
             )

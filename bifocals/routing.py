@@ -177,22 +177,17 @@ def sinkhorn_potentials(
 
 
 def dominance(membership: Membership, is_real: Bool[Tensor, "batch length"] | None = None) -> Float[Tensor, " router"]:
-    """The largest group's share of the tokens, or of all places where tokens are in several groups.
-
-    1 / groups is perfect balance of tokens that are all in a group; tokens in none leave every group smaller.
-    """
-    sizes = _sizes(membership, is_real)
-    tokens = membership.shape[0] * membership.shape[2] if is_real is None else int(is_real.sum())
-    return sizes.amax(dim=-1) / sizes.sum(dim=-1).clamp(min=max(tokens, 1))
+    """The largest group's share of all places in groups; 1 / groups is perfect balance."""
+    return _shares(membership, is_real).amax(dim=-1)
 
 
 def entropy(membership: Membership, is_real: Bool[Tensor, "batch length"] | None = None) -> Float[Tensor, " router"]:
     """Entropy of the group sizes over that of equal groups: 1 is perfect balance, 0 is collapse."""
-    sizes = _sizes(membership, is_real)
-    shares = sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1)
+    shares = _shares(membership, is_real)
     return torch.special.entr(shares).sum(dim=-1) / math.log(max(shares.shape[-1], 2))
 
 
-def _sizes(membership: Membership, is_real: Bool[Tensor, "batch length"] | None) -> Float[Tensor, "router group"]:
+def _shares(membership: Membership, is_real: Bool[Tensor, "batch length"] | None) -> Float[Tensor, "router group"]:
     counted = membership if is_real is None else membership & is_real[:, None, :, None]
-    return counted.sum(dim=(0, 2)).double()
+    sizes = counted.sum(dim=(0, 2)).double()
+    return sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -141,6 +141,7 @@ def _mean_rows(rows: list[Row], texts: list[Runs]) -> list[Row]:
                     "most_far_kept": max(row["far_kept"] for row in own),
                     "pairs_kept": float(np.mean([row["pairs_kept"] for row in own])),
                     "dominance": max(row["dominance"] for row in own),
+                    "dominance_in_groups": max(row["dominance_in_groups"] for row in own),
                 }
             )
     return means

@@ -49,7 +49,7 @@ class MassProgress:
     loss: float = 0.0
     mass_kept: float = 0.0
     far_kept: float = 0.0
-    dominance: float = 0.0  # the largest group's share of the keys
+    dominance: float = 0.0  # the largest group's share of the keys in groups
     warning: str | None = None
 
 
@@ -248,7 +248,7 @@ class LayerFit:
                 self.router.potential.lerp_(dual, 1 - self.text.focus.momentum)
             else:
                 self.router.potential.sub_(POTENTIAL_RATE * pace * (mean - 1).clamp(-1, 1.5))
-        largest = 0.0 if self.shares is None else float(self.shares.amax()) * (1 - self.text.focus.idle)
+        largest = 0.0 if self.shares is None else float(self.shares.amax())
         self.crowded = self.crowded + 1 if largest > COLLAPSED else 0
         warning = None
         if self.crowded == PATIENCE:
