@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bifocals.autocast import as_autocast
+from bifocals.backends import native
 from bifocals.backends.dense import dense_attention
 from bifocals.backends.operator import focus_forward
 from bifocals.backends.strips import LONGEST, strips_attention
@@ -60,7 +61,7 @@ def focus_attention(
     softcap: float | None = None,
     reach: int | None = None,
     is_causal: bool = True,
-    backend: Literal["auto", "dense", "sdpa"] = "auto",
+    backend: Literal["auto", "dense", "sdpa", "native"] = "auto",
 ) -> Float[Tensor, "batch head query value_dim"]:
     """Attention over the near, sink and same-group pairs of each query; fewer queries than keys are the last positions.
 
@@ -83,17 +84,22 @@ def focus_attention(
         check_membership("membership", membership, query, key, query.shape[2])
         check_membership("key_membership", key_membership, query, key, key.shape[2])
         check_group_count("membership", membership, key_membership)
-    if backend not in ("auto", "dense", "sdpa"):
-        raise ValueError(f"backend: expected 'auto', 'dense' or 'sdpa', got {backend!r}. 'auto' picks the fastest.")
+    if backend not in ("auto", "dense", "sdpa", "native"):
+        raise ValueError(
+            f"backend: expected 'auto', 'dense', 'sdpa' or 'native', got {backend!r}. 'auto' picks the fastest."
+        )
+    if backend == "native" and (why := native.obstacle(query, membership.shape[3], softcap)):
+        raise ValueError(f"backend 'native' cannot run: {why}. Use backend='sdpa' or 'auto'.")
     if query.shape[:3].numel() == 0 or value.shape[3] == 0:
         # Nothing comes out; what it is made of still gets a gradient, of zeros.
         return query.new_zeros(*query.shape[:3], value.shape[3]) * (query.sum() + key.sum() + value.sum())
     if backend == "auto":
         is_plain = segments is None and softcap is None and reach is None
-        choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature, is_plain)
+        learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        choice = fastest_backend(query, key, membership, key_membership, window, softcap, temperature, is_plain, learns)
     else:
         choice = backend
-    if choice in ("strips", "sdpa"):
+    if choice in ("strips", "sdpa", "native"):
         return _fused(
             query,
             key,
@@ -108,7 +114,7 @@ def focus_attention(
             softcap,
             reach,
             is_causal,
-            in_strips=choice == "strips",
+            choice=choice,
         )
     if choice == "full":
         return focal_attention(
@@ -118,7 +124,7 @@ def focus_attention(
     return _dense(query, key, value, pairs, segments, scale=scale, temperature=temperature, softcap=softcap)
 
 
-Choice = Literal["full", "strips", "dense", "sdpa"]
+Choice = Literal["full", "strips", "dense", "sdpa", "native"]
 
 
 def fastest_backend(
@@ -130,23 +136,32 @@ def fastest_backend(
     softcap: float | None,
     temperature: float | Tensor,
     is_plain: bool,
+    learns: bool,
 ) -> Choice:
-    """The cheapest exact way: plain attention if the pattern is full, a mask if it is short, else only its pairs."""
+    """The cheapest exact way: plain attention if the pattern is full, a mask if it is short, else only its pairs.
+
+    Only its pairs also where it is short, if torch's operators need not do it; but short gradients are cheaper by mask.
+    """
     queries, keys = query.shape[2], key.shape[2]
+    why_not_native = native.obstacle(query, membership.shape[3], softcap)
+    by_pairs: Choice = "sdpa" if why_not_native else "native"
     if torch.compiler.is_compiling():
         # Neither contents nor the log can be looked at.
-        return "dense" if queries * keys <= SHORT_DENSE * SHORT_DENSE else "sdpa"
+        return "dense" if queries * keys <= SHORT_DENSE * SHORT_DENSE else by_pairs
     choice: Choice
     is_full = window >= keys - 1 or _is_one_group(membership, key_membership)
     if is_full and softcap is None:
         choice, reason = "full", "every pair is read"
     elif is_full or (softcap is not None and isinstance(temperature, Tensor)):
         choice, reason = "dense", "a softcap, and every pair or a temperature tensor"
+    elif not learns and not why_not_native:
+        choice, reason = "native", "float32 on a CPU"
     else:
         may_strip = is_plain and keys <= LONGEST
         short = SHORT_DENSE if not may_strip else SHORT_SPARSE if _few_are_read(membership) else SHORT
         if queries * keys > short * short:
-            choice, reason = "sdpa", f"more than {short} x {short} pairs"
+            choice, reason = by_pairs, f"more than {short} x {short} pairs"
+            reason += f", and not 'native': {why_not_native}" if why_not_native else ""
         else:
             choice, reason = "strips" if may_strip else "dense", f"at most {short} x {short} pairs"
     _log_choice(choice, reason)
@@ -187,7 +202,7 @@ def _fused(
     reach: int | None,
     is_causal: bool,
     *,
-    in_strips: bool,
+    choice: Choice,
 ) -> Tensor:
     """By fused kernels, exactly. Temperatures scale the query, so that they get gradients like it."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -196,8 +211,8 @@ def _fused(
     if isinstance(temperature, Tensor):
         if softcap is not None:
             raise ValueError(
-                "backend 'sdpa' cannot run a softcap with a temperature tensor: expected a number for one of them. "
-                "Use backend='dense' or 'auto'."
+                f"backend {choice!r} cannot run a softcap with a temperature tensor: expected a number for one of "
+                "them. Use backend='dense' or 'auto'."
             )
         query = query / temperature.to(query.dtype)
     else:
@@ -209,7 +224,7 @@ def _fused(
         tensor if tensor.shape[-1] == widest else pad(tensor, (0, widest - tensor.shape[-1]))
         for tensor in (query, key, value)
     )
-    if in_strips:
+    if choice == "strips":
         attended = strips_attention(query, key, value, membership, key_membership, window, sinks, scale, is_causal)
         return attended[..., :value_dim]
     attended, _ = focus_forward(
@@ -225,6 +240,7 @@ def _fused(
         is_causal,
         scale,
         softcap,
+        choice == "native",
     )
     attended = attended[..., :value_dim]
     return attended if segments is None else attended.masked_fill(is_padding(segments, query.shape[2]), 0.0)

@@ -1,8 +1,9 @@
 """The grouped cache: a layer of transformers' cache that reads for a decoding step only what its query attends to.
 
-While the sequence is short, keys and values lie in time order and a step masks what its query does not read: that is
-fastest there. Once it is long they are filed by group (filed.py). Whatever needs the time order (a long piece of a
-prompt, padding between tokens, a graph) gets it back, and the next single token files them anew.
+Keys and values lie in time order, and in float32 on a CPU a step reads them where they lie (backends/native.py). Else
+it masks what its query does not read while the sequence is short, which is fastest there; once it is long, keys and
+values are filed by group (filed.py). Whatever needs the time order then (a long piece of a prompt, padding between
+tokens, a graph) gets it back, and the next single token files them anew.
 
 The groups of the last keys are not needed while they are near: they are found later, for many tokens at once.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from bifocals.autocast import without_autocast
+from bifocals.backends import native
 from bifocals.backends.call import attend
 from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
@@ -205,6 +207,10 @@ class GroupedLayer(Memory, DynamicLayer):
     ) -> Float[Tensor, "batch head new value_dim"]:
         """The attention of the new tokens, whose keys came in and whose groups are remembered."""
         starts, sinks, window = self._starts(starts), self.focus.sinks, self.focus.window
+        if self._flat is not None and self._may_step(query):
+            key, value = self.in_time_order()
+            numbers = self._known_numbers()
+            return native.step(query, key, value, reads[:, :, 0], numbers, starts, window, sinks, scale)
         if self._flat is not None and self._is_worth_filing(starts, reads.shape[1]):
             key, value = self.in_time_order()
             numbers, groups = self._known_numbers(), self.focus.groups
@@ -221,6 +227,12 @@ class GroupedLayer(Memory, DynamicLayer):
             attended.append(self._filed.attend(query[:, :, token : token + 1], reads[:, :, token], scale))
         self._new = None
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+
+    def _may_step(self, query: Tensor) -> bool:
+        """Whether what is read can be read where it lies."""
+        key, value = self.in_time_order()
+        is_watched = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        return not is_watched and key.shape == value.shape and native.obstacle(query, self.focus.groups) is None
 
     def _is_worth_filing(self, starts: tuple[int, ...], readers: int) -> bool:
         """Long, no part of a graph, and in every row the ring lies behind the sinks.

@@ -10,6 +10,7 @@ OPERATORS = [
     "bifocals.backends.call",
     "bifocals.backends.dense",
     "bifocals.backends.gated",
+    "bifocals.backends.native",
     "bifocals.backends.operator",
     "bifocals.backends.pattern",
     "bifocals.backends.sparse",

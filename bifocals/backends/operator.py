@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bifocals.backends import sparse
+from bifocals.backends import native, sparse
 from bifocals.backends.pattern import Groups, Pattern
 from bifocals.segments import segment_starts
 
@@ -22,8 +22,12 @@ def focus_forward(
     is_causal: bool,
     scale: float,
     softcap: float | None,
+    is_native: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the pairs of the pattern."""
+    if is_native:
+        how = (segments, window, sinks, reach, is_causal, scale)
+        return native.forward(query, key, value, membership, key_membership, *how)
     pattern = as_pattern(membership, key_membership, segments, window, sinks, reach, is_causal, softcap)
     return sparse.forward(query, key, value, pattern, scale, softcap)
 
@@ -68,13 +72,13 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    query, key, value, membership, key_membership, segments, *ctx.options = inputs
+    query, key, value, membership, key_membership, segments, *ctx.options, _ = inputs
     ctx.save_for_backward(query, key, value, *output, membership, key_membership, segments)
 
 
 def _differentiate(ctx, grad, _):  # type: ignore[no-untyped-def]
     gradients = focus_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *[None] * (3 + len(ctx.options)))
+    return (*gradients, *[None] * (4 + len(ctx.options)))
 
 
 focus_forward.register_autograd(_differentiate, setup_context=_keep)

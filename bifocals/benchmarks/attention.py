@@ -82,7 +82,7 @@ def check_against_oracle(setting: Setting) -> float:
     pattern |= {"window": setting.window, "sinks": setting.sinks}
     exact = reference.focus_attention(*(vector.double() for vector in vectors), **pattern)
     own_error = (reference.focus_attention(*vectors, **pattern) - exact).abs().max().item()
-    error = (focus_attention(*vectors, **pattern, backend="sdpa") - exact).abs().max().item()
+    error = (focus_attention(*vectors, **pattern, backend=setting.backend) - exact).abs().max().item()  # type: ignore[arg-type]
     allowed = 2 * (own_error + torch.finfo(torch.float32).eps * exact.abs().max().item())
     if error > allowed:
         raise WrongResult(f"Focus differs from the float64 oracle by {error:.2e}; expected at most {allowed:.2e}.")

@@ -11,7 +11,8 @@ balanced.
 
 Of Focus the parts are taken in more runs: ``routing`` finds the groups, ``near`` (with sinks) and ``far`` are the
 attention calls, ``attention`` is what else attention does (merging, above all), ``append`` fills the cache, ``rest``
-is the model.
+is the model. Of a single layer, ``near`` is what a step takes that reads no group, and ``far`` what it takes longer to
+read some; in a model whose keys are read where they lie, both are one call and count as ``attention``.
 """
 
 from collections.abc import Callable
@@ -24,12 +25,13 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache
 
 from bifocals import filed, reference
+from bifocals.backends import native
 from bifocals.benchmarks.attention import WrongResult
 from bifocals.benchmarks.measuring import interleave, median, stopwatch, surroundings
 from bifocals.benchmarks.subject import Subject, load_subject
 from bifocals.filed import Filed
 from bifocals.grouped import GroupedLayer
-from bifocals.growing import GrowingArray
+from bifocals.growing import Growing, GrowingArray
 from bifocals.layer import LayerLens
 
 CHECKED = 1024  # tokens
@@ -69,9 +71,13 @@ class Layer:
         shape = (1, setting.kv_heads, context, setting.dim)
         self.key, self.value = (torch.randn(shape, dtype=dtype) for _ in range(2))
         self.numbers = GrowingArray(torch.randint(1, setting.groups + 1, shape[:3], dtype=torch.int16).numpy())
-        how = setting.groups, (0,), setting.sinks, setting.window
-        self.filed = Filed.file(self.key, self.value, self.numbers.held, *how)
         self.scale = setting.dim**-0.5
+        self.filed: Filed | None = None
+        if native.obstacle(self.key, setting.groups) is None:  # keys are read where they lie
+            self.flat = Growing(self.key), Growing(self.value)
+        else:
+            how = setting.groups, (0,), setting.sinks, setting.window
+            self.filed = Filed.file(self.key, self.value, self.numbers.held, *how)
 
     def draw(self) -> tuple[Tensor, Tensor]:
         """A query, and the groups that it reads."""
@@ -83,21 +89,35 @@ class Layer:
         is_grouped = self.setting.heads != self.setting.kv_heads
         return scaled_dot_product_attention(query, self.key, self.value, scale=self.scale, enable_gqa=is_grouped)
 
+    def focus(self, query: Tensor, reads: Tensor) -> Tensor:
+        if self.filed is not None:
+            return self.filed.attend(query, reads, self.scale)
+        key, value = (side.held for side in self.flat)
+        how = (0,), self.setting.window, self.setting.sinks, self.scale
+        return native.step(query, key, value, reads, self.numbers.held, *how)
+
     def append_to_plain(self) -> None:
         """As transformers' own cache does, but for keeping the result: the length stays."""
         for tensor in (self.key, self.value):
             torch.cat([tensor, tensor[:, :, :1]], dim=2)
 
-    def append_to_filed(self) -> None:
+    def append_to_grouped(self) -> None:
         self.numbers.append(self.numbers.held[:, :, :1])
-        self.filed.append(self.key[:, :, :1], self.value[:, :, :1], self.numbers.held)
+        if self.filed is not None:
+            self.filed.append(self.key[:, :, :1], self.value[:, :, :1], self.numbers.held)
+        else:
+            for grown, side in zip(self.flat, (self.key, self.value)):
+                grown.append(side[:, :, :1])
 
     def memory(self) -> float:
         """Of the grouped form over the plain one."""
-        shelves = [shelf for head in self.filed.shelves[0] for shelf in head]
-        far = sum(shelf.key.nbytes + shelf.value.nbytes for shelf in shelves)
-        near = self.filed.near_key.nbytes + self.filed.near_value.nbytes
-        return (near + far + self.numbers.room.nbytes) / (self.key.nbytes + self.value.nbytes)
+        if self.filed is None:
+            held = sum(grown.room.nbytes for grown in self.flat)
+        else:
+            shelves = [shelf for head in self.filed.shelves[0] for shelf in head]
+            held = sum(shelf.key.nbytes + shelf.value.nbytes for shelf in shelves)
+            held += self.filed.near_key.nbytes + self.filed.near_value.nbytes
+        return (held + self.numbers.room.nbytes) / (self.key.nbytes + self.value.nbytes)
 
 
 def check_against_oracle(setting: Setting) -> float:
@@ -110,7 +130,7 @@ def check_against_oracle(setting: Setting) -> float:
     pattern |= {"window": setting.window, "sinks": setting.sinks}
     exact = reference.focus_attention(*(vector.double() for vector in vectors), **pattern)
     own_error = (reference.focus_attention(*vectors, **pattern) - exact).abs().max().item()
-    error = (layer.filed.attend(query, reads, layer.scale) - exact).abs().max().item()
+    error = (layer.focus(query, reads) - exact).abs().max().item()
     allowed = 2 * (own_error + torch.finfo(torch.float32).eps * exact.abs().max().item())
     if error > allowed:
         raise WrongResult(f"A step differs from the float64 oracle by {error:.2e}; expected at most {allowed:.2e}.")
@@ -121,17 +141,16 @@ def measure_layer(setting: Setting, context: int, max_error: float) -> dict[str,
     """One row: a single attention layer."""
     layer = Layer(setting, context)
     drawn = [layer.draw() for _ in range(setting.repeats + 1)]
-    of_dense, of_focus = iter(drawn), iter(drawn)
+    of_dense, of_focus, of_near = iter(drawn), iter(drawn), iter(drawn)
+    no_group = torch.zeros_like(drawn[0][1])
     rivals: dict[str, Callable[[], object]] = {
         "dense": lambda: layer.dense(next(of_dense)[0]),
-        "focus": lambda: layer.filed.attend(*next(of_focus), layer.scale),
+        "focus": lambda: layer.focus(*next(of_focus)),
+        "near": lambda: layer.focus(next(of_near)[0], no_group),
         "dense_append": layer.append_to_plain,
-        "focus_append": layer.append_to_filed,
+        "focus_append": layer.append_to_grouped,
     }
     seconds = interleave(rivals, setting.repeats)
-    with stopwatch({name: PARTS[name] for name in ("near", "far")}) as parts:
-        took = interleave({"focus": lambda: [layer.filed.attend(*some, layer.scale) for some in drawn]}, 1)["focus"]
-    parts = {name: part / 2 / len(drawn) for name, part in parts.items()}
     middle = {name: median(some) for name, some in seconds.items()}
     return {
         "what": "attention of one layer",
@@ -144,7 +163,11 @@ def measure_layer(setting: Setting, context: int, max_error: float) -> dict[str,
         "focus_spread": [min(seconds["focus"]), max(seconds["focus"])],
         "speedup": middle["dense"] / middle["focus"],
         "speedup_with_append": (middle["dense"] + middle["dense_append"]) / (middle["focus"] + middle["focus_append"]),
-        "parts": parts | {"attention": took[0] / len(drawn) - sum(parts.values()), "append": middle["focus_append"]},
+        "parts": {
+            "near": middle["near"],
+            "far": middle["focus"] - middle["near"],
+            "append": middle["focus_append"],
+        },
         "memory": layer.memory(),
         "max_error": max_error,
     }

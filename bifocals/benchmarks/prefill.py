@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from bifocals import layer
-from bifocals.backends import sparse
+from bifocals.backends import native, sparse
 from bifocals.benchmarks.measuring import interleave, median, stopwatch, surroundings
 from bifocals.benchmarks.subject import Subject, load_subject
 from bifocals.grouped import GroupedLayer
@@ -26,8 +26,8 @@ WARM_UP = 512  # tokens, read by both before the first length counts
 
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "routing": [(LayerLens, "_route")],
-    "near": [(sparse, "near_tiles")],
-    "far": [(sparse, "forward")],
+    "near": [(native, "read_near"), (sparse, "near_tiles")],
+    "far": [(native, "read_far"), (sparse, "forward")],
     "attention": [(layer, "focus_attention")],
     "append": [(DynamicLayer, "update"), (GroupedLayer, "update"), (GroupedLayer, "remember")],
 }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import bifocals
 from bifocals import reference
-from bifocals.backends import call, pattern, sparse, tiles, workers
+from bifocals.backends import call, native, pattern, sparse, tiles, workers
 from tests.operators.cases import (
     Case,
     cases,
@@ -43,17 +43,23 @@ KINDS = {
 }
 
 
+def with_native(case: Case, dtype: torch.dtype, backends: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the sparse path is asked for, its other form too, if it offers the case."""
+    offers = "sdpa" in backends and dtype == torch.float32 and case.softcap is None and native.missing() is None
+    return (*backends, "native") if offers else backends
+
+
 def assert_forward_agrees(case: Case, dtype: torch.dtype, *backends: str) -> None:
     inputs = make(case, dtype)
     right = expected(inputs, dtype)
-    for backend in backends:
+    for backend in with_native(case, dtype, backends):
         right.assert_met_by([run(inputs, backend)], backend)
 
 
 def assert_backward_agrees(case: Case, dtype: torch.dtype, *backends: str) -> None:
     inputs = make(case, dtype)
     right = expected_gradients(inputs, dtype)
-    for backend in backends:
+    for backend in with_native(case, dtype, backends):
         same = inputs.fresh(dtype)
         right.assert_met_by(gradients(run(same, backend), same), backend)
 

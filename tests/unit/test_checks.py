@@ -134,7 +134,7 @@ def test_soft_focus_attention_refuses_gates_that_do_not_fit(wrong, said):
 
 
 def test_a_backend_that_cannot_run_is_an_error_and_not_another_backend():
-    assert_refused(focus_attention, FOCUS, {"backend": "triton"}, "'auto', 'dense' or 'sdpa'", "'triton'")
+    assert_refused(focus_attention, FOCUS, {"backend": "triton"}, "'auto', 'dense', 'sdpa' or 'native'", "'triton'")
     both = {"backend": "sdpa", "softcap": 2.0, "temperature": torch.ones(4)}
     with pytest.raises(ValueError, match=r"'sdpa' cannot run .*expected a number for one of them.*'dense' or 'auto'"):
         focus_attention(*RIGHT.values(), membership=TRUE, window=2, **both)

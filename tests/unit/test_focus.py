@@ -8,6 +8,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 
 import bifocals
 from bifocals import focus, reference
+from bifocals.backends import native
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +16,9 @@ def nothing_logged_before():
     focus._log_choice.cache_clear()
 
 
-def vectors(length, kv_heads=2):
+def vectors(length, kv_heads=2, dtype=torch.float32):
     torch.manual_seed(0)
-    return [torch.randn(2, heads, length, 16) for heads in (4, kv_heads, kv_heads)]
+    return [torch.randn(2, heads, length, 16, dtype=dtype) for heads in (4, kv_heads, kv_heads)]
 
 
 def groups(length, count=4):
@@ -47,18 +48,26 @@ def test_auto_logs_its_choice_once_for_each_reason(caplog):
             (30, {"window": 2, "reach": 9}),
             (900, {"window": 2}),
         ):
-            bifocals.focus_attention(*vectors(length), **{"membership": groups(length), **how})
+            inputs = vectors(length, dtype=torch.float64)
+            bifocals.focus_attention(*inputs, **{"membership": groups(length), **how})
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "focus_attention runs 'full': every pair is read.",
         "focus_attention runs 'strips': at most 896 x 896 pairs.",
         "focus_attention runs 'strips': at most 2048 x 2048 pairs.",
         "focus_attention runs 'dense': at most 640 x 640 pairs.",
-        "focus_attention runs 'sdpa': more than 896 x 896 pairs.",
+        "focus_attention runs 'sdpa': more than 896 x 896 pairs, and not 'native': expected float32, got float64.",
     ]
 
 
-@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+@pytest.mark.skipif(native.missing() is not None, reason="needs a C compiler")
+def test_auto_runs_a_program_of_its_own_where_it_can(caplog):
+    caplog.set_level(logging.INFO, logger="bifocals.focus")
+    bifocals.focus_attention(*vectors(30), membership=groups(30), window=2)
+    assert [record.getMessage() for record in caplog.records] == ["focus_attention runs 'native': float32 on a CPU."]
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa", "native"])
 def test_a_named_backend_is_run_without_a_word(caplog, backend):
     caplog.set_level(logging.INFO, logger="bifocals.focus")
     bifocals.focus_attention(*vectors(30), membership=groups(30), window=2, backend=backend)
@@ -86,7 +95,7 @@ def test_a_later_token_changes_no_earlier_output():
     for tensor in changed:
         tensor[:, :, 60:] = torch.randn_like(tensor[:, :, 60:])
     other[:, :, 60:] = ~other[:, :, 60:]
-    for backend in ("auto", "dense", "sdpa"):
+    for backend in ("auto", "dense", "sdpa", "native"):
         before, after = (
             bifocals.focus_attention(*inputs, membership=sides, window=3, sinks=2, backend=backend)[:, :, :60]
             for inputs, sides in (((query, key, value), membership), (changed, other))
@@ -94,7 +103,7 @@ def test_a_later_token_changes_no_earlier_output():
         torch.testing.assert_close(before, after)
 
 
-@pytest.mark.parametrize("backend", ["auto", "dense", "sdpa"])
+@pytest.mark.parametrize("backend", ["auto", "dense", "sdpa", "native"])
 @pytest.mark.parametrize("shape", [(0, 2, 5, 4), (1, 2, 0, 4)])
 def test_nothing_has_a_gradient_of_zeros_all_the_same(backend, shape):
     query, key, value = (torch.zeros(shape, requires_grad=True) for _ in range(3))

@@ -13,9 +13,10 @@ from bifocals import focal_attention, focus_attention
 from bifocals.backends import call
 from bifocals.routing import dominance
 
-MODULES = ["backends.call", "backends.dense", "backends.gated", "backends.operator", "backends.pattern"]
-MODULES += ["backends.sparse", "backends.strips", "backends.tiles", "checks", "filed", "focal", "focus", "gated"]
-MODULES += ["grouped", "maps", "network", "quick_router", "reference", "routing", "segments", "training.query_scale"]
+MODULES = ["backends.call", "backends.dense", "backends.gated", "backends.native", "backends.operator"]
+MODULES += ["backends.pattern", "backends.sparse", "backends.strips", "backends.tiles", "checks", "filed", "focal"]
+MODULES += ["focus", "gated", "grouped", "maps", "network", "quick_router", "reference", "routing", "segments"]
+MODULES += ["training.query_scale"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -44,15 +44,15 @@ def test_the_gradient_is_that_of_finite_differences(is_causal):
 def test_the_operators_pass_the_checks_of_torch(segments):
     query, key, value, membership, _ = inputs(40, torch.float32)
     pattern = (membership, membership, segments, 3, 2, 41, True, 0.5, None)
-    forward = (query, key, value, *pattern)
-    torch.library.opcheck(focus_forward, forward)
+    for is_native in (False, True):
+        torch.library.opcheck(focus_forward, (query, key, value, *pattern, is_native))
     detached = [tensor.detach() for tensor in (query, key, value)]
-    out, lse = focus_forward(*detached, *pattern)
+    out, lse = focus_forward(*detached, *pattern, False)
     torch.library.opcheck(focus_backward, (torch.randn_like(out), *detached, out, lse, *pattern))
 
 
 @pytest.mark.usefixtures("as_in_production")
-@pytest.mark.parametrize("backend", ["sdpa", "auto"])
+@pytest.mark.parametrize("backend", ["sdpa", "native", "auto"])
 def test_it_compiles_into_one_graph_with_its_gradients(backend):
     query, key, value, membership, _ = inputs(700, torch.float32)
     segments = torch.zeros(1, 700, dtype=torch.long)
