@@ -40,6 +40,7 @@ def waiting_table(folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, what, counted, rival in (
+        ("prefill-short-k1", "a prompt, whole model", "length", "base"),
         ("prefill-k1", "a prompt, whole model", "length", "base"),
         ("decode-model-k1", "a decoding step, whole model", "context", "dense"),
         ("decode-k1", "attention of a decoding step", "context", "dense"),

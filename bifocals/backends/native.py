@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -172,20 +173,20 @@ def _call(name: str, problem: ctypes.Structure) -> None:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | str:
     """The program, compiled if it is not there yet; or why there is none."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        return "no C compiler was found (cc, gcc, clang, or the one that CC names)"
+        return "no C compiler was found (gcc, cc, or the one that CC names)"
     sources = {path.name: path.read_bytes() for path in sorted(SOURCES.iterdir())}
-    flags = (*FLAGS, *OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ()))
-    content = b"".join(sources.values()) + " ".join((compiler, *flags)).encode()
+    command = [*shlex.split(compiler), *FLAGS, *OF_CAPABILITY.get(torch.backends.cpu.get_cpu_capability(), ())]
+    content = b"".join(sources.values()) + " ".join(command).encode()
     name = f"native-{hashlib.sha256(content).hexdigest()[:16]}.so"
     reasons = []
     # Beside what Python itself compiles, or where a user may write.
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     for folder in (Path(__file__).parent / "__pycache__", caches / "bifocals"):
         try:
             if not (folder / name).exists():
-                _compile([compiler, *flags], sources, folder / name)
+                _compile(command, sources, folder / name)
             return ctypes.CDLL(str(folder / name))
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(str(error))
