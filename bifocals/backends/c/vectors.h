@@ -18,6 +18,7 @@
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
 typedef float loose_vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH))); /* whose sums may overflow */
 
 /* Vectors by batch, head and token; the numbers of a vector lie together. Strides are in elements. */
 typedef struct {
@@ -61,7 +62,7 @@ INLINE vec power_of_two(vec x) {
     result = result * rest + 0x1.ebfbdap-3f;
     result = result * rest + 0x1.62e430p-1f;
     result = result * rest + 1.0f;
-    return choose(x < -126.0f, all(0.0f), (vec)((ivec)result + ((ivec)shifted << 23)));
+    return choose(x < -126.0f, all(0.0f), (vec)((uvec)result + ((uvec)shifted << 23)));
 }
 
 /* Rows become columns: swap ever larger halves of pairs of rows. */
