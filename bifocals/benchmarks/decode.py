@@ -11,13 +11,14 @@ balanced.
 
 Of Focus the parts are taken in more runs: ``routing`` finds the groups, ``near`` (with sinks) and ``far`` are the
 attention calls, ``attention`` is what else attention does (merging, above all), ``append`` fills the cache, ``rest``
-is the model. Of a single layer, ``near`` is what a step takes that reads no group, and ``far`` what it takes longer to
-read some; in a model whose keys are read where they lie, both are one call and count as ``attention``.
+is the model. Where keys are read where they lie, near and far are one call: ``near`` is then what it takes where no
+group is read, and ``far`` what it takes longer to read some.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ SHORT = 1024  # tokens whose keys are repeated to fill a long cache
 PARTS: dict[str, list[tuple[Any, str]]] = {
     "routing": [(LayerLens, "_route")],
     "near": [(Filed, "read_near")],
-    "far": [(filed, "read_shelf")],
+    "far": [(filed, "read_shelf"), (native, "step")],
     "attention": [(GroupedLayer, "attend")],
     "append": [(GroupedLayer, "update"), (GroupedLayer, "remember"), (Filed, "append")],
 }
@@ -208,6 +209,15 @@ def measure_model(subject: Subject, context: int, repeats: int) -> dict[str, Any
     seconds = interleave({"base": base, "focus": focus}, repeats)
     with stopwatch(PARTS) as parts:
         took = interleave({"focus": focus}, repeats)["focus"]
+    step: Callable[..., Tensor] = native.step
+
+    def read_no_group(query: Tensor, key: Tensor, value: Tensor, reads: Tensor, *others: Any) -> Tensor:
+        return step(query, key, value, torch.zeros_like(reads), *others)
+
+    with patch.object(native, "step", read_no_group), stopwatch({"near": [(native, "step")]}) as near_alone:
+        interleave({"focus": focus}, repeats)
+    parts["near"] += near_alone["near"]
+    parts["far"] -= near_alone["near"]
     parts = {name: part / (repeats + 1) for name, part in parts.items()}
     return {
         "what": "whole model",
