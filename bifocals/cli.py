@@ -338,7 +338,7 @@ def evaluate(
     """Perplexity of MODEL with a lens, between the model as it is and its window and sinks alone.
 
     recovered: the share of what window and sinks lose that the lens brings back, with its 95% interval over blocks.
-    dominance: the largest group, in fair shares.
+    dominance: the largest group of the worst head, in fair shares of the keys in groups.
     """
     from bifocals import load
     from bifocals.benchmarks import measuring
@@ -389,7 +389,7 @@ def print_perplexity(result: dict[str, Any], groups: int) -> None:
             _shown(row.get("recovered"), ".1%") + interval,
             _shown(row.get("far_kept"), ".1%"),
             _shown(row.get("pairs_kept"), ".1%"),
-            _shown(row["dominance_in_groups"] * groups if "dominance" in row else None, ".2f"),
+            _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),
         )
     console.print(table)
 

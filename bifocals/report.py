@@ -74,12 +74,9 @@ def quality_table(folder: Path) -> str:
             dense, window, own = (f"{each:.2f}" if each else "" for each in (*perplexities, row.get("perplexity")))
             top_k = row["setting"].split()[-1]
             interval = f" ({low:.1%} to {high:.1%})" if low < high else ""  # one block has none
-            own_rows = [each for each in stored["rows"] if each["setting"] == row["setting"]]
-            in_groups = max(each["dominance_in_groups"] for each in own_rows if text in ("mean", each["text"]))
             lines.append(
                 f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
-                f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} "
-                f"| {in_groups * groups:.2f} ({row['dominance'] * groups:.2f}) |"
+                f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} | {row['dominance'] * groups:.2f} |"
             )
     return "\n".join(lines)
 
@@ -165,8 +162,7 @@ def _variants(path: Path) -> str:
         if row["mean"]:
             settings = {each["setting"]: each for each in row["mean"]}
             shown = [_at_far(settings.get(f"top_k {top_k}")) for top_k in (1, 2, 4)]
-            found = [each for each in row["texts"] if "dominance" in each]  # without idle keys both counts are one
-            worst = max(each.get("dominance_in_groups", each["dominance"]) for each in found) * row["focus"]["groups"]
+            worst = max(each.get("dominance", 0) for each in row["texts"]) * row["focus"]["groups"]
             lines.append(
                 f"| {row['part']} | {row['name']} | {' | '.join(shown)} | {worst:.2f} | {row['seconds'] / 60:.0f} |"
             )

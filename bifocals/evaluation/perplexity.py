@@ -71,7 +71,6 @@ class Run:
         self.far_kept: list[float] = []
         self.pairs_kept: list[float] = []
         self.sizes: dict[str, Tensor] = {}  # of the groups of keys, by layer: (router, group)
-        self.keys = 0
 
     def add(self, loss: float, lens: Lens, tape: Tape | None) -> None:
         self.losses.append(loss)
@@ -79,15 +78,14 @@ class Run:
             found = lens.measure_tape(tape)
             self.far_kept.append(found.far_kept)
             self.pairs_kept.append(found.pairs_kept)
-            self.keys += next(iter(tape.holds.values())).shape[2]
             for layer, holds in tape.holds.items():
                 sizes = holds.sum(dim=(0, 2)).cpu()
                 self.sizes[layer] = self.sizes[layer] + sizes if layer in self.sizes else sizes
 
-    def dominance(self, *, of_all: bool = True) -> dict[str, float]:
-        """The largest group's share of all keys of the text (or of those in groups), of each layer's worst router."""
+    def dominance(self) -> dict[str, float]:
+        """The largest group's share of the text's keys that are in groups, of each layer's worst router."""
         return {
-            layer: (sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=self.keys if of_all else 1)).amax().item()
+            layer: (sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1)).amax().item()
             for layer, sizes in self.sizes.items()
         }
 
@@ -120,7 +118,6 @@ def _rows(text: str, runs: Runs, seed: int) -> list[Row]:
             layers = run.dominance()
             row |= {"recovered": _recovered(runs, setting), "interval": _interval(_drawn(runs, setting, seed))}
             row |= {"dominance": max(layers.values()), "dominance_by_layer": layers}
-            row |= {"dominance_in_groups": max(run.dominance(of_all=False).values())}
         rows.append({**row, "losses": run.losses})
     return rows
 
@@ -141,7 +138,6 @@ def _mean_rows(rows: list[Row], texts: list[Runs]) -> list[Row]:
                     "most_far_kept": max(row["far_kept"] for row in own),
                     "pairs_kept": float(np.mean([row["pairs_kept"] for row in own])),
                     "dominance": max(row["dominance"] for row in own),
-                    "dominance_in_groups": max(row["dominance_in_groups"] for row in own),
                 }
             )
     return means

@@ -50,9 +50,21 @@ def test_dense_is_the_base_and_all_groups_recover_everything():
         1 - math.log(one["perplexity"] / dense["perplexity"]) / math.log(window["perplexity"] / dense["perplexity"])
     )
     assert 0.25 <= one["dominance"] == max(one["dominance_by_layer"].values()) <= 1
-    assert one["dominance_in_groups"] == one["dominance"]  # every key is in a group
     both = [row["recovered"] for row in found["rows"] if row["setting"] == "top_k 1"]
     assert found["mean"][0]["recovered"] == pytest.approx(np.mean(both))
+
+
+def test_dominance_counts_the_keys_in_groups_alone():
+    model = tiny_model("llama")
+    lens = attach(model, FocusConfig.network(groups=4, window=4, sinks=1, dim=4, idle=0.5))
+    blocks = blocks_of(1)
+    for router in lens.routers.values():
+        router.bars.fill_(0.3)
+    row = evaluate(model, Blocks(blocks.tokens[:1], blocks.domains[:1], blocks.names), (1,))["rows"][-1]
+    lens.top_k = 1
+    found = lens.measure(blocks.tokens[:1])
+    assert row["dominance"] == pytest.approx(found.dominance)
+    assert row["dominance_by_layer"] == pytest.approx({name: each.dominance for name, each in found.layers.items()})
 
 
 def test_the_window_end_is_a_model_that_sees_its_window_and_sinks_alone():
