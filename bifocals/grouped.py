@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -34,9 +34,9 @@ POSTPONED = 32  # near keys, at most, whose groups are not found yet
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A new token's key and the router, as it then was, that will find its groups, once they are asked for."""
+    """What a new token's key is routed by, and the router as it then was: for when its groups are asked for."""
 
-    routed: Float[Tensor, "*any 1 size"]
+    routed: tuple[Shaped[Tensor, "... 1 _"], ...]
     router: QuickRouter
     top_k: int
 
@@ -136,16 +136,16 @@ class GroupedLayer(Memory, DynamicLayer):
                 self._settle()
         else:
             self._settle()
-            holds = holds.router.holds(holds.routed, holds.top_k) if isinstance(holds, Later) else holds
+            holds = holds.router.holds(*holds.routed, top_k=holds.top_k) if isinstance(holds, Later) else holds
             self._number(holds, is_real)
 
     def _settle(self) -> None:
         """Find the groups that were left for later."""
         for _, alike in groupby(self._later, key=lambda later: (id(later.router), later.top_k)):
             some = list(alike)
-            routed = torch.cat([later.routed for later in some], dim=-2)
-            with without_autocast(routed):
-                self._number(some[0].router.holds(routed, some[0].top_k), None)
+            routed = [torch.cat(each, dim=-2) for each in zip(*(later.routed for later in some))]
+            with without_autocast(routed[0]):
+                self._number(some[0].router.holds(*routed, top_k=some[0].top_k), None)
         self._later = []
 
     def _number(self, holds: Bool[Tensor, "batch router new group"], is_real: Bool[Tensor, "batch new"] | None) -> None:

@@ -56,6 +56,15 @@ class BasePattern(NamedTuple):
         """The reach, if it hides any of the keys."""
         return None if self.reach is None or self.reach >= keys else self.reach
 
+    def places(self, known: int, new: int, device: torch.device) -> Tensor:
+        """How many tokens of its sequence came before each ``new`` one, after those ``known``: (batch or 1, new)."""
+        position = torch.arange(known, known + new, device=device)[None]
+        if self.segments is None:
+            return position
+        if self.kind == "packed":
+            return position - segment_starts(known + new, self.segments, device)[:, known:]
+        return ((self.segments >= 0).cumsum(dim=1) - 1).clamp(min=0)[:, known:]
+
     def contiguous(self) -> Tensor:
         """What transformers asks of masks that it makes ahead of a static cache."""
         raise ValueError(STATIC_CACHE)

@@ -22,7 +22,7 @@ from bifocals.gated import gated_focus_attention
 from bifocals.grouped import GroupedLayer, Later
 from bifocals.interface import NAME, BasePattern, Mode, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
-from bifocals.quick_router import QuickRouter, may_route_quickly, quick_router
+from bifocals.quick_router import QuickRouter, may_route_quickly, of_keys, quick_router
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
 from bifocals.tape import Tape
@@ -137,10 +137,10 @@ class LayerLens(nn.Module):
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout, "temperature": temperature}
         if self.is_cross:
             return cross_attention(query, key, value, pattern, **how)
-        routed = self._routed(hidden)
+        routed = self._routed(hidden, pattern, 0 if memory is None else memory.known)
         if self.settings.capture is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            taken = Taken(routed, query, key, pattern, scale, softcap, temperature)
+            taken = Taken(routed[:2], query, key, pattern, scale, softcap, temperature)
             self.settings.capture.take(self.name, taken)
             return base_attention(query, key, value, pattern, **how)
         reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)
@@ -188,8 +188,8 @@ class LayerLens(nn.Module):
             )
         return memory
 
-    def _routed(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What the router looks at: hidden states, or the queries and keys of each head, (batch, head, length, dim)."""
+    def _routed(self, hidden: Tensor, pattern: BasePattern, known: int) -> tuple[Tensor, ...]:
+        """What the router looks at: hidden states; or queries, keys and their places, (batch, head, length, dim)."""
         if self.features is None:
             return (hidden,)
         query, key = self.seen.query, self.seen.key
@@ -202,6 +202,7 @@ class LayerLens(nn.Module):
         return (
             query.reshape(-1, length, self.heads, query.shape[2:].numel() // self.heads).transpose(1, 2),
             key.reshape(-1, length, self.kv_heads, key.shape[2:].numel() // self.kv_heads).transpose(1, 2),
+            pattern.places(known, length, hidden.device)[:, None, :, None],
         )
 
     @staticmethod
@@ -245,7 +246,7 @@ class LayerLens(nn.Module):
         if self.settings.mode == "hard" and tape is None and may_route_quickly(self.router, routed[0]):
             return self._route_quickly(routed, memory)
         with without_autocast(routed[0]):
-            routing = self.router(*routed, real)
+            routing = self.router(*routed, is_real=real)
         if self.settings.mode == "soft":
             return routing.gates()
         groups: tuple[Tensor, Tensor]
@@ -266,7 +267,8 @@ class LayerLens(nn.Module):
         assert self.focus is not None
         if is_step and isinstance(memory, GroupedLayer) and self.focus.sides == "separate":
             # A copy: what a model routes may be its caller's, who writes the next token there.
-            return quick.reads(routed[0], top_k), Later(routed[-1].clone(), quick, top_k)
+            copied = tuple(each.clone() for each in of_keys(routed))
+            return quick.reads(routed[0], top_k), Later(copied, quick, top_k)
         return quick.membership(*routed, top_k=top_k)
 
     def _quick_router(self) -> QuickRouter:

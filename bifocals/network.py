@@ -1,28 +1,36 @@
 """Routing by small networks on the base's own queries and keys: each query reads as many groups as it needs.
 
-    x             the query or key of one head, before rotation, standardised: one token, without its place
+    x             the query or key of one head, before rotation, standardised: one token
     scores        s = x W + b + gelu(x V + c) U                        weights of their own for each head
-    keys          one group for each key-value head: argmax(s + potential)
+    keys          one group for each key-value head: argmax(s + jitter + potential)
                   none if idle: if w, what they are foretold to be attended to from afar, is below a bar
+    jitter        strength exp(bar - w) sin(t J)                       J drawn; t: how many tokens came before
     queries       p = softmax(s), for each query head, over the groups and one class more: near or sink
-    membership    a query reads every group with p >= threshold        none, some or all
+    membership    a query reads every group with p >= threshold        none, some or all; a layer's own
 
 p_g foretells the share of its attention that the query will spend on the far keys of group g. A query whose attention
 stays near reads nothing far, another reads many groups; the thresholds, one for each top_k, are calibrated so that
 queries read as many keys on average as top_k even groups of all keys would hold. Many keys are hardly ever attended to
 from afar: with those in no group, the others are told apart more finely. Where top_k is all groups, no key is idle.
+Groups that carry meaning are crowded by a text about one thing, and by a token that comes again and again. Most keys
+count for much in the size of a group and for little in what queries look for: jitter deals those over the groups, one
+after the other, and leaves the worthy ones where they belong.
 """
 
 import math
+import random
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from bifocals.config import FocusConfig
 from bifocals.routing import Balance, Router, Routing, top_groups, top_margin
+
+TURN = 1 << 24  # a whole turn of a wave
+Place = Int[Tensor, "... length 1"]  # how many tokens of the same sequence came before
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,7 @@ class NetworkRouting:
     key_scores: Float[Tensor, "batch kv_head length group"]
     thresholds: Float[Tensor, " group"]
     surplus: Float[Tensor, "batch kv_head length"] | None  # of the keys' worth over their bar: idle if negative
+    steepness: Float[Tensor, "*#batch kv_head #length"]  # of the keys' scores, with jitter over without
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """How much a query reads each group and a key is in it: shares of what is far, so "near" has no gate."""
@@ -52,6 +61,7 @@ class NetworkRouting:
         """By how much, in scores, the decisions were taken: for queries and for keys, (batch, head, length)."""
         from_threshold = self.query_scores.detach() - self.thresholds[top_k - 1].log()
         of_keys, surplus = top_margin(self.key_scores, 1), self._surplus(top_k)
+        of_keys = of_keys / self.steepness  # where jitter is strong, rounding a worth does much to the scores
         if surplus is not None:
             from_bar = surplus.detach().abs()
             of_keys = torch.where(surplus >= 0, torch.minimum(of_keys, from_bar), from_bar)
@@ -92,6 +102,38 @@ class HeadNetworks(nn.Module):
         return x @ linear + bias + gelu(x @ inward + inward_bias) @ outward
 
 
+class Jitter(nn.Module):
+    """Waves over the places of a sequence, one for each group, and how strong they are: not at all until fitted.
+
+    They have unrelated lengths: each group is on top for its share of the places, whatever the text.
+    """
+
+    waves: Tensor  # how far they turn from a place to the next, in 1 / TURN: whole numbers, exact at any place
+    strength: Tensor
+
+    def __init__(self, heads: int, outputs: int) -> None:
+        super().__init__()
+        drawn = random.Random(0)  # the same for all routers, so that no file has to hold them
+        waves = [[int(drawn.random() * TURN) for _ in range(outputs)] for _ in range(heads)]
+        self.register_buffer("waves", torch.tensor(waves), persistent=False)
+        self.register_buffer("strength", torch.zeros(heads, 1))
+
+    @torch.no_grad()
+    def forward(
+        self, place: Place, surplus: Float[Tensor, "*batch head length"] | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch head length outputs"]:
+        turned = (place * self.waves[:, None]) % TURN
+        return self.strengths(surplus, dtype)[..., None] * (turned.to(dtype) * (math.tau / TURN)).sin()
+
+    @torch.no_grad()
+    def strengths(
+        self, surplus: Float[Tensor, "*batch head length"] | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*batch head #length"]:
+        """Of each key; where keys have no worth, all the same."""
+        strength = self.strength.to(dtype)
+        return strength if surplus is None else strength * (-surplus).exp().clamp(max=1)
+
+
 class NetworkRouter(Balance):
     """Queries and keys of each head -> scores for each group.
 
@@ -109,6 +151,7 @@ class NetworkRouter(Balance):
         self.queries = HeadNetworks(heads, inputs, config.dim, config.groups + 1)
         self.keys = HeadNetworks(kv_heads, inputs, config.dim, config.groups)
         self.worth = HeadNetworks(kv_heads, inputs, max(1, config.dim // 4), 1) if config.idle > 0 else None
+        self.jitter = Jitter(kv_heads, config.groups)
         self.register_buffer("bars", torch.zeros(kv_heads, 1))
         # Until they are calibrated: half the groups where p is even, all of them at the end of the dial.
         shares = torch.arange(1, config.groups + 1) / config.groups
@@ -121,10 +164,12 @@ class NetworkRouter(Balance):
         return (self.queries(query) / self.config.tau).log_softmax(dim=-1)
 
     def key_scores(
-        self, key: Float[Tensor, "*batch kv_head length dim"]
+        self, key: Float[Tensor, "*batch kv_head length dim"], place: Place | None = None
     ) -> Float[Tensor, "*batch kv_head length group"]:
-        """Before the potentials."""
-        return self.keys(key) / self.config.tau
+        """Before the potentials; without ``place``, of a whole sequence."""
+        scores = self.keys(key) / self.config.tau
+        place = torch.arange(key.shape[-2], device=key.device)[:, None] if place is None else place
+        return scores + self.jitter(place, self.surplus(key), scores.dtype)
 
     def surplus(self, key: Float[Tensor, "*batch kv_head length dim"]) -> Float[Tensor, "*batch kv_head length"] | None:
         """How much more a key is worth than its bar; None where no key is ever idle."""
@@ -137,21 +182,26 @@ class NetworkRouter(Balance):
         self,
         query: Float[Tensor, "batch head length dim"],
         key: Float[Tensor, "batch kv_head length dim"],
+        place: Place | None = None,
         is_real: Bool[Tensor, "batch length"] | None = None,
     ) -> NetworkRouting:
         """Scores of both sides; ``is_real`` is False at padding, which no balance counts."""
-        key_scores = self.key_scores(key)
+        key_scores = self.key_scores(key, place)
         weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
+        surplus = self.surplus(key)
         return NetworkRouting(
             self.query_scores(query)[..., :-1],
             self.balanced(key_scores, weights),
             self.thresholds.to(key_scores.dtype),
-            self.surplus(key),
+            surplus,
+            1 + self.jitter.strengths(surplus, key_scores.dtype),
         )
 
-    def membership(self, query: Tensor, key: Tensor, top_k: int | None = None) -> tuple[Tensor, Tensor]:
+    def membership(
+        self, query: Tensor, key: Tensor, place: Place | None = None, *, top_k: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The hard groups of queries and keys."""
-        return self(query, key).groups(self.config.top_k if top_k is None else top_k)
+        return self(query, key, place).groups(self.config.top_k if top_k is None else top_k)
 
 
 AnyRouter = Router | NetworkRouter

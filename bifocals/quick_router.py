@@ -5,13 +5,15 @@ product or two with joined weights give all that decides, and the rest is done o
 compared in full: the length of a query changes no order.
 """
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import gelu, normalize
 
-from bifocals.network import AnyRouter, HeadNetworks, NetworkRouter
+from bifocals.network import TURN, AnyRouter, HeadNetworks, NetworkRouter
 from bifocals.routing import Membership, Router
 
 KeyMembership = Bool[Tensor, "batch key_router length group"]
@@ -31,12 +33,12 @@ class QuickRouter:
     def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, KeyMembership]:
         """The groups that tokens read, and those that their keys are in."""
         reads = self.reads(routed[0], top_k)
-        return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1], top_k)
+        return reads, reads if self.router.config.sides == "same" else self.holds(*of_keys(routed), top_k=top_k)
 
     def reads(self, routed: Tensor, top_k: int) -> Membership:
         raise NotImplementedError
 
-    def holds(self, routed: Tensor, top_k: int) -> KeyMembership:
+    def holds(self, *routed: Tensor, top_k: int) -> KeyMembership:
         raise NotImplementedError
 
 
@@ -62,8 +64,8 @@ class CentroidQuickRouter(QuickRouter):
             return self._best(self._balanced(routed), top_k)
         return self._best(self._split((routed.to(self.reading.dtype) @ self.reading).numpy()), top_k)
 
-    def holds(self, routed: Float[Tensor, "batch token hidden"], top_k: int) -> KeyMembership:
-        return self._best(self._balanced(routed), 1)
+    def holds(self, *routed: Float[Tensor, "batch token hidden"], top_k: int) -> KeyMembership:
+        return self._best(self._balanced(routed[0]), 1)
 
     def _balanced(self, hidden: Float[Tensor, "batch token hidden"]) -> np.ndarray:
         """The scores of the keys, (batch, token, router, group)."""
@@ -102,6 +104,8 @@ class NetworkQuickRouter(QuickRouter):
         self.bars = router.thresholds.to(precision).log().tolist()
         self.potential = router.potential.to(precision).numpy().copy()[:, None]
         self.key_bars = router.bars.to(precision).numpy().copy()
+        self.waves = router.jitter.waves.numpy().copy()[:, None]
+        self.strength = router.jitter.strength.to(precision).numpy().copy()
 
     def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
         scores = self.reading(routed) / self.router.config.tau
@@ -109,13 +113,20 @@ class NetworkQuickRouter(QuickRouter):
         total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
         return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
 
-    def holds(self, routed: Float[Tensor, "batch kv_head token dim"], top_k: int) -> KeyMembership:
-        found, groups = self.holding(routed), len(self.one)
+    def holds(self, *routed: Tensor, top_k: int) -> KeyMembership:
+        """Of keys, (batch, kv_head, token, dim), and their places."""
+        key, place = routed
+        found, groups = self.holding(key), len(self.one)
         scores = found[..., :groups] / self.router.config.tau + self.potential
+        surplus = None if self.router.worth is None else found[..., groups] - self.key_bars
+        strength = self.strength if surplus is None else self.strength * np.exp(np.minimum(-surplus, 0))
+        places = place.expand(len(key), -1, -1, -1).reshape(1, -1, 1).numpy()
+        turned = (places * self.waves % TURN).astype(scores.dtype)
+        scores += strength[..., None] * np.sin(turned * scores.dtype.type(math.tau / TURN))
         holds = self.one[scores.argmax(axis=-1)]
-        if found.shape[-1] > groups and top_k < groups:
-            holds = holds & (found[..., groups] >= self.key_bars)[..., None]
-        return _by_row(holds, routed)
+        if surplus is not None and top_k < groups:
+            holds = holds & (surplus >= 0)[..., None]
+        return _by_row(holds, key)
 
 
 class _Networks:
@@ -150,6 +161,11 @@ def _by_row(member: np.ndarray, routed: Tensor) -> Membership:
     return torch.from_numpy(member.reshape(heads, batch, tokens, -1).swapaxes(0, 1))
 
 
+def of_keys(routed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What decides the groups of keys: of networks all but the queries, of centroids the hidden states."""
+    return routed[1:] or routed
+
+
 def quick_router(router: AnyRouter) -> QuickRouter:
     return NetworkQuickRouter(router) if isinstance(router, NetworkRouter) else CentroidQuickRouter(router)
 
@@ -164,7 +180,7 @@ def _weights(router: AnyRouter) -> list[Tensor]:
     found = [router.thresholds, router.potential, router.bars]
     for side in (router.queries, router.keys, *(() if router.worth is None else (router.worth,))):
         found += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
-    return found
+    return [*found, router.jitter.strength]
 
 
 def _state(router: AnyRouter) -> list[tuple[int, int]]:

@@ -1,9 +1,9 @@
 """The router of one layer, fitted by the mass objective on what was captured of the base.
 
 A network router goes through phases: worth, which finds the keys that nobody attends to from afar; soft, in which
-groups of the others form; hard (each key in its one group, no group crowded); then potentials that make the largest
-group of any domain as small as possible, and updates of the queries alone on the final groups. A centroid router has
-one phase.
+groups of the others form; hard (each key in its one group, with jitter, no group crowded); then potentials that make
+the largest group of any domain as small as possible, and updates of the queries alone on the final groups. A centroid
+router has one phase.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.training.capture import LayerCapture
-from bifocals.training.even import even_groups
+from bifocals.training.even import even_groups, stir_groups
 from bifocals.training.mass_loss import (
     Update,
     by_group,
@@ -130,8 +130,10 @@ class LayerFit:
         if phase.name == ("soft" if self.options.is_new else "hard"):  # the first with groups
             set_bars(router, self.layer, self.text)
             even_groups(router, self.layer, self.text, START_ROUNDS)
+        if phase.name == "hard":
+            stir_groups(router, self.layer, self.text, START_ROUNDS)
         elif phase.name == "queries":
-            even_groups(router, self.layer, self.text, FINAL_ROUNDS)
+            stir_groups(router, self.layer, self.text, FINAL_ROUNDS)
 
     def _updates(self, phase: Phase, first: int, moments: dict[str, Tensor], targets: list[Tensor]) -> None:
         """AdamW with a warm-up and a linear decay, from step ``first`` to the end of the phase."""
@@ -283,6 +285,8 @@ def initialise(router: AnyRouter, generator: torch.Generator) -> None:
         drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
         parameter.copy_(drawn * scale / fan_in**0.5)
     router.potential.zero_()
+    if isinstance(router, NetworkRouter):
+        router.jitter.strength.zero_()
 
 
 def _kept(updates: list[Update], groups: int, idle: float) -> list[float]:

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from bifocals import FocalConfig, FocusConfig, attach, grouped, lens_of
 from bifocals.grouped import GroupedLayer
+from bifocals.network import NetworkRouter
 from bifocals.testing import TINY, tiny_model, tiny_tokens
 
 DECODERS = [family for family in TINY if family not in ("bert", "bart")]
@@ -113,6 +114,9 @@ def test_every_kind_of_lens_decodes_as_it_prefills(configs):
     lens = attach(model, *configs)
     for parameter in lens.parameters():
         nn.init.normal_(parameter, std=0.5)
+    for router in lens.routers.values():
+        if isinstance(router, NetworkRouter):
+            router.jitter.strength.fill_(1.0)
     whole = logits(model, tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     decoded = in_pieces(model, tokens, [0, *range(PROMPT, LENGTH + 1)], None, mask, positions)
     close(decoded[mask.bool()], whole[mask.bool()])

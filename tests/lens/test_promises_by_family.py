@@ -10,6 +10,7 @@ from bifocals import FocalConfig, FocusConfig, attach, check, fold, lens_of, loa
 from bifocals.families import FAMILIES
 from bifocals.interface import NAME
 from bifocals.layer import LayerLens
+from bifocals.network import NetworkRouter
 from bifocals.tape import Tape
 from bifocals.testing import TINY, inputs_of, tiny_model, tiny_tokens
 
@@ -34,6 +35,15 @@ def with_every_router(families):
 
 every_router = with_every_router(TINY)
 every_decoder = with_every_router(DECODERS)
+
+
+def put_on(model, *configs):
+    """A lens with jitter where there can be any, as after a fit."""
+    lens = attach(model, *configs)
+    for router in lens.routers.values():
+        if isinstance(router, NetworkRouter):
+            router.jitter.strength.fill_(1.0)
+    return lens
 
 
 def logits(model, tokens, **others):
@@ -68,7 +78,7 @@ def test_off_disabled_and_detach_give_the_base_bit_for_bit(family, router):
     model, tokens = tiny_model(family), tiny_tokens()
     base, keys = logits(model, tokens), list(model.state_dict())
     implementation, trained = model.config._attn_implementation, [p.requires_grad for p in model.parameters()]
-    lens = attach(model, FOCAL, FOCUS[router])
+    lens = put_on(model, FOCAL, FOCUS[router])
     fitted = logits(model, tokens)
     assert (fitted - base).abs().max() > 0.1
     assert list(model.state_dict()) == keys
@@ -106,7 +116,7 @@ def test_a_lens_computes_the_reference(family, router, monkeypatch):
 
     monkeypatch.setattr(LayerLens, "attend", recording)
     monkeypatch.setattr(LayerLens, "_route", recording_inputs)
-    attach(model, FOCAL, FOCUS[router])
+    put_on(model, FOCAL, FOCUS[router])
     logits(model, tokens)
     assert calls
     for lens, query, key, value, pattern, scale, softcap, attended in calls:
@@ -129,7 +139,7 @@ def test_a_lens_computes_the_reference(family, router, monkeypatch):
 @pytest.mark.parametrize("mode", ["soft", "hard"])
 def test_check_keeps_every_promise(family, router, mode):
     model = tiny_model(family)
-    attach(model, FOCAL, FOCUS[router]).mode = mode
+    put_on(model, FOCAL, FOCUS[router]).mode = mode
     report = check(model)
     assert report.is_kept, str(report)
 
@@ -141,7 +151,7 @@ def test_decoding_in_chunks_equals_prefill_with_left_padding(family, router, for
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    attach(model, FocalConfig(temperature=0.5, form=form, per="head"), FOCUS[router])
+    put_on(model, FocalConfig(temperature=0.5, form=form, per="head"), FOCUS[router])
     for parameter in lens_of(model).parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     whole = logits(model, tokens, attention_mask=mask, position_ids=positions)
@@ -158,7 +168,7 @@ def test_decoding_in_chunks_equals_prefill_with_left_padding(family, router, for
 def test_a_packed_row_is_its_sequences_one_by_one(family, router, form):
     model = tiny_model(family)
     first, second = tiny_tokens(1, 22, seed=1), tiny_tokens(1, 18, seed=2)
-    lens = attach(model, FocalConfig(temperature=0.5, form=form), FOCUS[router])
+    lens = put_on(model, FocalConfig(temperature=0.5, form=form), FOCUS[router])
     for parameter in lens.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     positions = torch.cat([torch.arange(22), torch.arange(18)])[None]
@@ -172,7 +182,7 @@ def test_generation_with_the_cache_equals_generation_without(family, router):
     model, tokens = tiny_model(family), tiny_tokens(2, 20)
     mask = torch.ones_like(tokens)
     tokens[0, :5], mask[0, :5] = 0, 0
-    attach(model, FOCAL, FOCUS[router])
+    put_on(model, FOCAL, FOCUS[router])
     for how in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         options = dict(attention_mask=mask, max_new_tokens=12, min_new_tokens=12, do_sample=False, **how)
         cached = model.generate(tokens, use_cache=True, **options)
@@ -182,7 +192,7 @@ def test_generation_with_the_cache_equals_generation_without(family, router):
 @every_decoder
 def test_assisted_and_sampled_generation_use_the_cache_rightly(family, router):
     model, tokens = tiny_model(family), tiny_tokens(1, 20)
-    attach(model, FOCAL, FOCUS[router])
+    put_on(model, FOCAL, FOCUS[router])
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     plain = model.generate(tokens, **options)
     assert torch.equal(model.generate(tokens, prompt_lookup_num_tokens=3, **options), plain)

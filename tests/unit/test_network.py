@@ -1,4 +1,4 @@
-"""Routers of small networks: what they compute, and that a token's groups depend on that token alone."""
+"""Routers of small networks: what they compute, and that a token's groups depend on no other token."""
 
 from itertools import pairwise
 
@@ -51,25 +51,65 @@ def test_a_query_reads_every_group_above_the_threshold_and_a_key_that_is_not_idl
     assert not is_idle.all()
     best = one_hot(router(query, key).key_scores.argmax(dim=-1), 4).bool()
     for top_k in (1, 2, 3, 4):
-        reads, holds = router.membership(query, key, top_k)
+        reads, holds = router.membership(query, key, top_k=top_k)
         assert torch.equal(reads, shares >= router.thresholds[top_k - 1])
         assert torch.equal(holds, best if top_k == 4 else best & ~is_idle[..., None])
     assert reads.all()
-    assert len(router.membership(query, key, 2)[0].sum(dim=-1).unique()) > 1
+    assert len(router.membership(query, key, top_k=2)[0].sum(dim=-1).unique()) > 1
 
 
 def test_the_dial_opens_group_by_group(router):
     query, key = tokens()
-    reads = [router.membership(query, key, top_k)[0] for top_k in (1, 2, 3, 4)]
+    reads = [router.membership(query, key, top_k=top_k)[0] for top_k in (1, 2, 3, 4)]
     for fewer, more in pairwise(reads):
         assert not (fewer & ~more).any()
+
+
+def test_jitter_adds_waves_over_the_places_to_the_scores_of_keys_the_weaker_the_more_they_are_worth(router):
+    _, key = tokens()
+    calm, surplus = router.key_scores(key), router.surplus(key)
+    router.jitter.strength.copy_(torch.tensor([[3.0], [0.0]]))
+    added = router.key_scores(key) - calm
+    turns = torch.arange(10)[:, None] * router.jitter.waves[0].double() / 2**24
+    waves = (2 * torch.pi * turns).sin()
+    torch.testing.assert_close(added[:, 0], 3 * (-surplus[:, 0]).exp().clamp(max=1)[..., None] * waves)
+    assert not added[:, 1].any()
+
+
+def test_jitter_passes_no_gradient(router):
+    router.jitter.strength.fill_(3.0)
+    _, key = tokens()
+    key.requires_grad_()
+    jitter = router.key_scores(key) - router.keys(key)
+    assert jitter.abs().max() > 1
+    jitter.sum().backward()
+    assert not key.grad.any()
+
+
+@pytest.mark.parametrize("start", [0, 100_000, 10**9])
+def test_strong_jitter_deals_the_copies_of_a_key_evenly_wherever_they_are(start):
+    router = NetworkRouter(4, 2, 8, FocusConfig.network(groups=8, idle=0)).eval()
+    router.jitter.strength.fill_(1e3)
+    query, key = torch.randn(1, 4, 1, 8).expand(-1, -1, 2048, -1), torch.randn(1, 2, 1, 8).expand(-1, -1, 2048, -1)
+    sizes = router.membership(query, key, start + torch.arange(2048)[:, None])[1].sum(dim=2)
+    assert sizes.min() > 0.7 * 2048 / 8
+    assert sizes.max() < 1.3 * 2048 / 8
+
+
+def test_what_rounding_does_to_a_worth_counts_against_a_margin(router):
+    query, key = tokens()
+    router.bars.fill_(-100.0)  # no key is near its bar
+    calm = router(query, key).margins(1)[1]
+    router.jitter.strength.fill_(3.0)
+    router.jitter.waves.zero_()  # the same scores, but with jitter
+    torch.testing.assert_close(router(query, key).margins(1)[1] * (1 + 3.0 * (-router.surplus(key)).exp()), calm)
 
 
 def test_without_idle_keys_every_key_is_in_a_group():
     router = NetworkRouter(4, 2, 8, FocusConfig.network(groups=4, idle=0)).eval()
     assert router.worth is None
     query, key = (each.float() for each in tokens())
-    assert (router.membership(query, key, 1)[1].sum(dim=-1) == 1).all()
+    assert (router.membership(query, key, top_k=1)[1].sum(dim=-1) == 1).all()
 
 
 def test_the_gates_of_a_key_fade_as_it_becomes_idle(router):
@@ -92,10 +132,12 @@ def test_margins_are_the_distance_to_the_threshold_to_the_second_group_and_to_th
     assert routing.margins(4)[0].isinf().all()
 
 
-def test_a_tokens_groups_depend_on_that_token_alone(router):
+@pytest.mark.parametrize("strength", [0.0, 3.0])
+def test_a_tokens_groups_depend_on_that_token_and_its_place_alone(router, strength):
+    router.jitter.strength.fill_(strength)
     query, key = tokens()
     whole = router.membership(query, key)
-    alone = router.membership(query[:1, :, 6:7], key[:1, :, 6:7])
+    alone = router.membership(query[:1, :, 6:7], key[:1, :, 6:7], torch.tensor(6 if strength else 0).view(1, 1, 1, 1))
     for groups, group in zip(whole, alone, strict=True):
         assert torch.equal(groups[:1, :, 6:7], group)
 

@@ -33,25 +33,29 @@ def test_the_groups_are_those_of_the_router(options, routers, tokens):
 def networks(idle=0.3):
     """Of 4 heads that share 2 key-value heads; nothing at its start."""
     torch.manual_seed(0)
-    router = NetworkRouter(4, 2, 6, FocusConfig.network(groups=5, dim=7, tau=0.7, idle=idle)).double().eval()
-    for tensor in (*router.parameters(), *router.buffers()):
+    config = FocusConfig.network(groups=5, dim=7, tau=0.7, idle=idle)
+    router = NetworkRouter(4, 2, 6, config).double().eval()
+    for tensor in router.state_dict().values():
         tensor.uniform_(0.1, 1.0)
     router.thresholds.copy_(torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]))
     return router
 
 
 @pytest.mark.parametrize("idle", [0.0, 0.3])
+@pytest.mark.parametrize("strength", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("rows", [1, 40])
 @torch.no_grad()
-def test_the_groups_are_those_of_the_networks(idle, tokens):
+def test_the_groups_are_those_of_the_networks(idle, strength, rows, tokens):
     router = networks(idle)
+    router.jitter.strength.fill_(strength)
     query = tokens.view(40, 5, 4, 6).transpose(1, 2)
-    key = query[:, :2] - 1
+    key, place = query[:, :2] - 1, torch.randint(1 << 20, (rows, 1, 5, 1))
     quick = quick_router(router)
     for top_k in (1, 2, 5):
-        expected = router.membership(query, key, top_k)
+        expected = router.membership(query, key, place, top_k=top_k)
         assert 0 < expected[0].float().mean() <= 1
         assert expected[1].any(dim=-1).all() == (top_k == 5 or not idle)
-        for got, right in zip(quick.membership(query, key, top_k=top_k), expected):
+        for got, right in zip(quick.membership(query, key, place, top_k=top_k), expected):
             assert torch.equal(got, right)
 
 
@@ -97,10 +101,10 @@ def test_weights_that_are_replaced_twice_are_noticed_wherever_they_lie(kind):
 def test_what_was_prepared_stays_when_weights_change(kind, tokens):
     router = networks() if kind == "networks" else Router(24, 2, FocusConfig(groups=5)).double().eval()
     query = tokens.view(40, 5, 4, 6).transpose(1, 2)
-    routed = (query, query[:, :2] - 1) if kind == "networks" else (tokens,)
+    routed = (query, query[:, :2] - 1, torch.arange(5).view(1, 1, 5, 1)) if kind == "networks" else (tokens,)
     quick = quick_router(router)
     before = quick.membership(*routed, top_k=2)
-    for tensor in (*router.parameters(), *router.buffers()):
+    for tensor in router.state_dict().values():
         tensor.copy_(torch.rand_like(tensor))
     after = quick.membership(*routed, top_k=2)
     assert all(torch.equal(got, expected) for got, expected in zip(after, before))
