@@ -2,9 +2,9 @@
 
     python -m bifocals.training.ablation smollm2-135m --json results/ablation.json
 
-The recipe is that of the lens that ships, with every key in a group: networks on the base's queries and keys, fitted by
-mass. Parts that networks do not have (routers for each layer, the same groups on both sides) are changed in the recipe
-with centroids.
+The recipe is that of the lens that ships, with every key in a group and no jitter: networks on the base's queries and
+keys, fitted by mass. Parts that networks do not have (routers for each layer, the same groups on both sides) are
+changed in the recipe with centroids.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from bifocals.config import FocusConfig
 from bifocals.training.options import LoraOptions, MassOptions, TrainOptions
 from bifocals.training.study import WINDOW, Variant, command
 
-MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96)
+MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96, stir=0.0, weigh=0)
 THROUGH_MODEL = TrainOptions(steps=8, batch=2, warm_up=2, watch_every=8)
 
 

@@ -15,11 +15,15 @@ from bifocals.lens import Lens
 def distill_loss(model: nn.Module, lens: Lens, tokens: Tensor) -> Tensor:
     """``model`` is the lens's own, or what wraps it to run on several processes."""
     with torch.no_grad(), lens.disabled() as base:
-        wanted = _log_probabilities(base, tokens)
-    own = _log_probabilities(model, tokens)
+        wanted = log_probabilities(base, tokens)
+    return divergence(wanted, log_probabilities(model, tokens))
+
+
+def divergence(wanted: Tensor, own: Tensor) -> Tensor:
+    """KL(wanted || own), mean over tokens; of logarithms."""
     return (wanted.exp() * (wanted - own)).sum(dim=-1).mean()
 
 
-def _log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
+def log_probabilities(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens, use_cache=False).logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)

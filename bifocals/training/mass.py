@@ -3,7 +3,7 @@
 The base runs once for each sequence and nothing is propagated back through it: each layer's router is fitted by
 itself, with many updates for each forward (layer_fit.py, its losses in mass_loss.py). Even groups are part of the loss:
 for centroids by Sinkhorn, which may look at the whole sequence here, as nothing is predicted from the gates. Last, one
-threshold for each top_k is calibrated over all layers (thresholds.py).
+threshold for each top_k is calibrated over all layers (thresholds.py), weighed by what is at stake in each (stakes.py).
 
 A run that was stopped goes on bit for bit. With several processes, sequences are shared out and gradients averaged.
 """
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as write_tensors
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bifocals.config import as_dict
 from bifocals.files import write_file
@@ -31,6 +32,7 @@ from bifocals.training.layer_fit import LayerFit, MassProgress, Report
 from bifocals.training.options import MassOptions
 from bifocals.training.processes import process_number, processes_met, wait_for_all
 from bifocals.training.sequences import Sequences
+from bifocals.training.stakes import weigh_layers
 from bifocals.training.thresholds import calibrate_thresholds
 from bifocals.training.watch import log_warnings
 from bifocals.training.worth import set_bars
@@ -121,17 +123,33 @@ class _Fit:
             step, state = 0, {}
             if number + 1 < len(self.layers):
                 self.save(number + 1, 0, {})
-        networks = self._networks()
-        if networks and captured:
-            calibrate_thresholds(networks, captured, self.text)
+        if self._networks() and captured:
+            self._set_thresholds(captured)
             self.save(len(self.layers), 0, {})
         return self.done
 
     def calibrate(self) -> None:
-        networks, captured = self._networks(), self._capture()
-        for name, router in networks.items():
+        captured = self._capture()
+        for name, router in self._networks().items():
             set_bars(router, captured[name], self.text)
+        self._set_thresholds(captured)
+
+    def _set_thresholds(self, captured: dict[str, LayerCapture]) -> None:
+        """The same for all layers, and then by what is at stake in them, where the model predicts tokens."""
+        networks, model = self._networks(), self.lens.model
         calibrate_thresholds(networks, captured, self.text)
+        predicts = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+        if self.text.options.weigh == 0 or self.text.focus.groups == 1 or not predicts:
+            return
+        count, weighed = len(self.text.first_of_domains(self.text.options.weigh)) * len(networks), 0
+
+        def seen(layer: str) -> None:
+            nonlocal weighed
+            weighed += 1
+            self.report(MassProgress("weigh", layer, weighed, count, len(self.layers), len(self.layers)))
+
+        stakes = weigh_layers(self.lens, networks, captured, self.text, seen)
+        calibrate_thresholds(networks, captured, self.text, stakes)
 
     def _networks(self) -> dict[str, NetworkRouter]:
         return {name: router for name, router in self.lens.routers.items() if isinstance(router, NetworkRouter)}

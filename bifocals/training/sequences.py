@@ -31,6 +31,7 @@ class Sequences:
             self.of_place.append(list(range(taken, taken + len(sequences))))
             taken += len(sequences)
         numbers = torch.cat(own)
+        self.numbers, self.order, self.all_domains = numbers.tolist(), order.tolist(), domains.tolist()
         self.blocks, self.domain_of = blocks[numbers], domains[numbers].tolist()
         first = focus.window + focus.sinks
         self.rows = torch.stack([self._rows(int(number), first, blocks.shape[1]) for number in numbers])
@@ -53,6 +54,15 @@ class Sequences:
             epoch, index = divmod(step, len(sequences))
             order = torch.randperm(len(sequences), generator=self.drawn("epoch", layer, place, epoch))
             found.append(sequences[int(order[index])])
+        return found
+
+    def first_of_domains(self, count: int) -> list[int]:
+        """Of the first ``count`` sequences of each domain over all processes, those of this one."""
+        left, found = dict.fromkeys(self.all_domains, count), []
+        for number in self.order:
+            left[self.all_domains[number]] -= 1
+            if left[self.all_domains[number]] >= 0 and number in self.numbers:
+                found.append(self.numbers.index(number))
         return found
 
     def far(self, layer: LayerCapture, sequence: int, device: torch.device) -> Tensor:
