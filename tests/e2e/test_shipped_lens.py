@@ -41,6 +41,12 @@ def test_it_recovers_most_of_the_gap_within_its_budgets_on_source_it_was_not_fit
     assert rows["dense"]["perplexity"] < rows["top_k 4"]["perplexity"] < rows["top_k 1"]["perplexity"]
 
 
+def test_its_groups_are_even_in_every_layer_on_source_it_was_not_fitted_on(lens, loaded):
+    tokens = load_blocks(["stdlib@held-out"], loaded.tokenizer, 2048, limit=1).tokens
+    for layer in lens.measure(tokens).layers.values():
+        assert layer.dominance <= 1.6 / 8
+
+
 def test_it_loads_on_the_same_model_in_another_precision_if_allowed():
     model = load_model(NAME, dtype=torch.bfloat16).model
     with pytest.raises(AdapterError, match="allow_other_weights=True"):
