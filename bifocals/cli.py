@@ -18,6 +18,7 @@ from bifocals.adapt_command import adapt
 from bifocals.maps_command import maps
 from bifocals.pretrain_command import pretrain
 from bifocals.train_command import other_weights, train
+from bifocals.training.processes import end_process
 
 console = Console()
 
@@ -41,6 +42,13 @@ class Lengths(click.ParamType):
 
 class Commands(click.Group):
     """Errors that are the user's to mend are printed as one message, without a traceback."""
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except SystemExit as ended:
+            end_process(ended.code if isinstance(ended.code, int) else 1)
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,6 +1,8 @@
 """The other processes of a run, where torchrun started several."""
 
+import atexit
 import os
+import sys
 
 import torch
 import torch.distributed as distributed
@@ -20,6 +22,21 @@ def join_processes() -> None:
     """Meet the others, if there are any and nobody has yet."""
     if world_size() > 1 and not distributed.is_initialized():
         distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def end_process(code: int) -> None:
+    """Leave the others and end, without taking Python down; where nobody has met, return.
+
+    Threads of gloo outlive the group as long as torch's caches of shared out tensors hold it. One that lets go of a
+    tensor while Python is taken down aborts the process, and torchrun takes a run that is done for one that failed.
+    """
+    if not _have_met():
+        return
+    distributed.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def expect_several_processes() -> None:

@@ -23,6 +23,7 @@ from bifocals.training.checkpoint import CheckpointError
 from bifocals.training.mass import MassOptions, fit_mass
 from bifocals.training.mass_kept import far_mass_kept
 from bifocals.training.mass_loss import balanced_scores, centroid_update, held_keys, network_update, query_update
+from bifocals.training.processes import end_process
 from bifocals.training.worth import attention_received, worth_update
 
 NETWORKS = FocusConfig.network(groups=4, top_k=1, window=5, sinks=2, dim=8, idle=0.3)
@@ -429,7 +430,7 @@ def main():
     if torch.distributed.get_rank() == 0:
         with open(sys.argv[1], "w") as file:
             file.write(" ".join(map(str, losses)))
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from bifocals import FocalConfig
 from bifocals.training.options import PretrainOptions
 from bifocals.training.presets import Preset
 from bifocals.training.pretrain import pretrain
+from bifocals.training.processes import end_process
 
 OPTIONS = PretrainOptions(steps=4, batch=4, micro_batch=2, warm_up=1, save_every=2, evaluate_every=2)
 SMALL = Preset(hidden=32, intermediate=48, layers=2, heads=2, vocabulary=300, context=32, options=OPTIONS)
@@ -44,8 +45,7 @@ def main():
     """One of two processes."""
     torch.set_num_threads(1)
     fit(Path(sys.argv[1]), Path(sys.argv[2]), shard=True)
-    torch.distributed.barrier()  # the first one measures and writes by itself
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

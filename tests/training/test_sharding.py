@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from bifocals import FocusConfig, attach
 from bifocals.testing import tiny_model, tiny_tokenizer
 from bifocals.training.options import TrainOptions
+from bifocals.training.processes import end_process
 from bifocals.training.run import train
 from bifocals.training.sharding import sharded
 
@@ -69,8 +70,7 @@ def main():
             os.kill(os.getpid(), signal.SIGKILL)
 
     fit(out, shard=True, report=report, resume=what == "resume")
-    torch.distributed.barrier()  # the first one measures and writes by itself
-    torch.distributed.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":
