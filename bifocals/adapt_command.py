@@ -8,8 +8,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from bifocals.display import FitDisplay
 from bifocals.pretrain_command import own_options
-from bifocals.train_command import FitDisplay, options_of
+from bifocals.train_command import options_of
 from bifocals.training.context import ContextOptions
 from bifocals.training.options import AdaptOptions
 from bifocals.training.processes import is_first_process

@@ -451,8 +451,8 @@ main.add_command(maps)
 def demo(with_fit: bool, save: Path | None) -> None:
     """Show the lenses at work on a real model, measured on this machine, in a few minutes."""
     from bifocals.demo import run
+    from bifocals.display import FitDisplay
     from bifocals.files import write_file
-    from bifocals.train_command import FitDisplay
 
     shown = Console(record=True, width=None if sys.stdout.isatty() else 100)
     if with_fit:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from bifocals.config import FocalConfig, FocusConfig
-from bifocals.train_command import FitDisplay, focus_of, options_of
+from bifocals.display import FitDisplay
+from bifocals.train_command import focus_of, options_of
 from bifocals.training.context import ContextOptions
 from bifocals.training.options import PretrainOptions
 from bifocals.training.processes import is_first_process

@@ -1,22 +1,19 @@
 """`bifocals train`: its options are read off the dataclasses that define them."""
 
-import math
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bifocals.config import FocalConfig, FocusConfig
+from bifocals.display import FitDisplay
 from bifocals.training.baselines import Baseline
 from bifocals.training.context import ContextOptions
 from bifocals.training.mass import MassOptions
 from bifocals.training.options import AdaptOptions, LoraOptions, PretrainOptions, TrainOptions
 from bifocals.training.processes import is_first_process
-from bifocals.training.watch import Progress as Fitted
 
 Kind = TypeVar("Kind")
 KINDS = MassOptions, TrainOptions, LoraOptions
@@ -153,49 +150,3 @@ def train(
     if is_first_process():
         print_perplexity(results["held_out"], focus.groups)
         click.echo(f"Written to {out}.")
-
-
-class FitDisplay:
-    """One line that says how far a fit has come, on a terminal; warnings stay."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-        self.progress = Progress(*columns, console=self.console, transient=True)
-        self.task = self.progress.add_task("reading text", total=None)
-        self.runs = 0
-
-    def __enter__(self) -> "FitDisplay":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-    def report(self, seen: Fitted) -> None:
-        self.progress.update(self.task, completed=seen.step, total=seen.steps, description=describe(seen))
-        if seen.warning is not None:
-            self.console.print(seen.warning)
-
-    def on_run(self, text: str, setting: str) -> None:
-        self.runs += 1
-        self.progress.update(
-            self.task, completed=self.runs, total=None, description=f"measuring {Path(text).name}, {setting}"
-        )
-
-
-def describe(seen: Fitted) -> str:
-    """What is known of it, in one line."""
-    left = seen.seconds_left
-    parts = [
-        (seen.phase, True),
-        (f"loss {seen.loss:.3f}", True),
-        ("" if seen.soft_loss is None else f"perplexity soft {math.exp(seen.soft_loss):.2f}", seen.soft_loss),
-        ("" if seen.hard_loss is None else f"hard {math.exp(seen.hard_loss):.2f}", seen.hard_loss),
-        (f"far mass {seen.mass_kept or 0:.0%}", seen.mass_kept),
-        (f"far pairs {seen.far_kept or 0:.0%}", seen.far_kept),
-        (f"dominance {seen.dominance or 0:.0%}", seen.dominance),
-        (f"{seen.tokens_per_second or 0:.0f} tokens/s", seen.tokens_per_second),
-        ("" if left is None else f"{int(left) // 60}:{int(left) % 60:02d} left", left),
-    ]
-    return ", ".join(text for text, is_known in parts if is_known is not None)

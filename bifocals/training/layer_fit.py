@@ -40,7 +40,7 @@ START_ROUNDS, FINAL_ROUNDS = 100, 300  # in which potentials are found that make
 class MassProgress:
     """How far a fit has come. ``mass_kept``: share of the far attention that queries reading one group keep."""
 
-    stage: str  # "capture" or "fit"
+    stage: str  # "capture", "fit" or "weigh"
     layer: str
     step: int
     steps: int

@@ -255,24 +255,20 @@ def _fit_by_mass(
     lens: Lens, blocks: Blocks, folder: Path, options: MassOptions, report: Report
 ) -> dict[str, list[float]]:
     """Layer by layer; returns the last loss of each."""
-    start = time.perf_counter()
+    stage, start, first = "", 0.0, 0
 
     def on_progress(seen: MassProgress) -> None:
-        done = seen.layers_done + (seen.step / seen.steps if seen.stage == "fit" else 0)
-        left = (time.perf_counter() - start) * (seen.layers - done) / done if done else None
-        report(
-            Progress(
-                phase=f"{seen.stage}, layer {seen.layer}",
-                step=seen.layers_done * seen.steps + seen.step,
-                steps=seen.layers * seen.steps,
-                loss=seen.loss,
-                seconds_left=left,
-                mass_kept=seen.mass_kept,
-                far_kept=seen.far_kept,
-                dominance=seen.dominance,
-                warning=seen.warning,
-            )
-        )
+        nonlocal stage, start, first
+        layers_done, layers = (seen.layers_done, seen.layers) if seen.stage == "fit" else (0, 1)
+        step, steps = layers_done * seen.steps + seen.step, layers * seen.steps
+        if seen.stage != stage:
+            stage, start, first = seen.stage, time.perf_counter(), step
+        pace = (time.perf_counter() - start) / (step - first) if step > first else None
+        fitted: dict[str, Any] = {}
+        if stage == "fit":
+            fitted = {name: getattr(seen, name) for name in ("loss", "mass_kept", "far_kept", "dominance", "warning")}
+        phase = f"{stage}, layer {seen.layer}" if seen.layer else stage
+        report(Progress(phase, step, steps, seconds_left=None if pace is None else pace * (steps - step), **fitted))
 
     last = fit_mass(lens, blocks.tokens, options, domains=blocks.domains, checkpoints=folder, report=on_progress)
     return {f"layer {name}": [seen.loss] for name, seen in last.items()}

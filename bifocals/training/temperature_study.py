@@ -30,8 +30,8 @@ import numpy as np
 
 from bifocals.benchmarks.measuring import surroundings, write_json
 from bifocals.config import FocalConfig
+from bifocals.display import FitDisplay
 from bifocals.files import cache_folder
-from bifocals.train_command import FitDisplay
 from bifocals.training.context import ContextOptions
 from bifocals.training.presets import PRESETS
 from bifocals.training.pretrain import pretrain

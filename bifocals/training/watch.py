@@ -28,7 +28,7 @@ class Progress:
     phase: str
     step: int
     steps: int
-    loss: float
+    loss: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     soft_loss: float | None = None  # nats per token of held-out text, by gates

@@ -279,6 +279,9 @@ def test_the_mass_objective_is_fitted_by_the_same_call(tmp_path):
     seen = []
     fit(tmp_path / "out", MassOptions(steps=4, query_steps=2, rows=8), model, focus=focus, report=seen.append)
     assert any(each.mass_kept for each in seen)
+    assert {each.phase.partition(",")[0] for each in seen} == {"capture", "fit", "weigh"}
+    assert all(0 < each.step <= each.steps for each in seen)
+    assert seen[-1].step == seen[-1].steps
     load(tiny_model("llama", dtype=torch.float32), tmp_path / "out")
 
 

@@ -6,8 +6,6 @@ import pytest
 from click.testing import CliRunner
 
 from bifocals.cli import main
-from bifocals.train_command import FitDisplay, describe
-from bifocals.training.watch import Progress
 
 
 def run(*arguments):
@@ -67,17 +65,3 @@ def test_help_names_every_option_with_the_default_of_each_objective():
     text = " ".join(run("--help").output.split())
     assert "mass: 2; lm, distill: 4; lora: 4" in text
     assert "--full-steps" in text
-
-
-def test_progress_is_one_line_of_what_is_known():
-    seen = Progress("lens", 3, 10, 2.5, 1000.0, 75.0, soft_loss=0.0, hard_loss=0.0, far_kept=0.25, dominance=0.2)
-    assert describe(seen) == (
-        "lens, loss 2.500, perplexity soft 1.00, hard 1.00, far pairs 25%, dominance 20%, 1000 tokens/s, 1:15 left"
-    )
-
-
-def test_every_warning_is_shown(capsys):
-    display = FitDisplay()
-    for warning in ("Groups are collapsing.", None, "Groups are collapsing."):
-        display.report(Progress("lens", 3, 10, 2.5, warning=warning))
-    assert capsys.readouterr().err.count("Groups are collapsing.") == 2
