@@ -2,9 +2,9 @@
 
     python -m bifocals.training.ablation smollm2-135m --json results/ablation.json
 
-The recipe is that of the lens that ships, with every key in a group and no jitter: networks on the base's queries and
-keys, fitted by mass. Parts that networks do not have (routers for each layer, the same groups on both sides) are
-changed in the recipe with centroids.
+The recipe is that of the lens that ships, with every key in a group, no jitter and layers not weighed: networks on the
+base's queries and keys, fitted by mass. Parts that networks do not have (routers for each layer, the same groups on
+both sides) are changed in the recipe with centroids.
 """
 
 from collections.abc import Iterator
@@ -33,6 +33,15 @@ def variants() -> Iterator[Variant]:
     for idle in (0.2, 0.5):
         yield Variant("idle", f"{idle:.0%} of the keys idle", networks(idle=idle), MASS)
         yield Variant("idle", f"{idle:.0%} of the keys idle, another seed", networks(idle=idle), replace(MASS, seed=1))
+    jitter, weighing = replace(MASS, stir=MassOptions().stir), replace(MASS, weigh=MassOptions().weigh)
+    yield Variant("jitter", "20% of the keys idle, others dealt out", networks(idle=0.2), jitter)
+    yield Variant(
+        "jitter", "20% of the keys idle, others dealt out, another seed", networks(idle=0.2), replace(jitter, seed=1)
+    )
+    yield Variant("thresholds", "layers weighed by what is at stake", networks(), weighing)
+    yield Variant(
+        "thresholds", "layers weighed by what is at stake, another seed", networks(), replace(weighing, seed=1)
+    )
     yield Variant("score", "centroids", centroids(), MASS)
     yield Variant("score", "centroids, another seed", centroids(), replace(MASS, seed=1))
     yield Variant("routers", "centroids, one router for each layer", centroids(routers="layer"), MASS)
