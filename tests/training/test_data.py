@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -140,7 +141,6 @@ def test_wrong_sources_say_what_was_expected(tmp_path, tokenizer, monkeypatch):
 
 
 def test_a_dataset_gives_its_texts(tokenizer, monkeypatch):
-    datasets = pytest.importorskip("datasets")
     asked = []
 
     def load_dataset(*names, split):
