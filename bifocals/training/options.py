@@ -27,8 +27,10 @@ class MassOptions:
     seed: int = option(0, "Of everything that is drawn.")
     save_every: int = option(100, "Steps between checkpoints.")
     report_every: int = option(10, "Steps between reports.")
+    report_to: str = option("none", "Where reports are logged beside: none, tensorboard, wandb, ...")
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, least in (("steps", 1), ("query_steps", 0), ("batch", 1), ("rows", 1), ("save_every", 1)):
             expect(getattr(self, name) >= least, f"{name} >= {least}", getattr(self, name), "it counts")
         expect(self.report_every >= 1, "report_every >= 1", self.report_every, "it counts steps")

@@ -2,6 +2,7 @@
 
 out/run.json          what is fitted, on what and how; a run resumes only as what it was
 out/checkpoints/      where it stands; of a whole model, until it is done
+out/runs/             what a fit by mass logs to files, if asked to; through the model, beside its checkpoints
 out/adapter_*         the lens, once it is fitted
 out/model/            the model, where it was trained as well
 out/results.json      how good it is on text held out
@@ -38,10 +39,11 @@ from bifocals.training.processes import (
     wait_for_all,
     world_size,
 )
+from bifocals.training.tracking import NOWHERE, tracked, trackers
 from bifocals.training.watch import Progress, Report, log_warnings
 
 Options = TrainOptions | MassOptions
-RUN, CHECKPOINTS, MODEL, RESULTS = "run.json", "checkpoints", "model", "results.json"
+RUN, CHECKPOINTS, LOGS, MODEL, RESULTS = "run.json", "checkpoints", "runs", "model", "results.json"
 
 
 def train(
@@ -71,7 +73,9 @@ def train(
     if lens.focus is None:
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
     described = describe(lens, blocks, options)
-    if isinstance(options, TrainOptions):
+    if isinstance(options, MassOptions):
+        expect_logger(options.report_to, [NOWHERE, *trackers()])
+    else:
         expect_trainable(options, out)
         if lens.focus.score == "network":
             calibration(lens, blocks)  # before anything is trained: it may refuse
@@ -83,7 +87,7 @@ def train(
         return done
     start = time.perf_counter()
     if isinstance(options, MassOptions):
-        losses = _fit_by_mass(lens, blocks, out / CHECKPOINTS, options, report)
+        losses = _fit_by_mass(lens, blocks, out, options, report)
     else:
         losses = _fit_through_model(lens, blocks, kept_out.tokens[0], out / CHECKPOINTS, options, report)
     lens.mode = "hard"
@@ -242,18 +246,18 @@ def expect_trainable(options: TrainOptions | PretrainOptions, out: Path) -> None
 
     if options.shard:
         expect_several_processes()
-    loggers = ("none", "all", *get_available_reporting_integrations())
-    if options.report_to not in loggers:
-        raise ValueError(
-            f"report_to: expected one of {', '.join(loggers)}, got {options.report_to!r}. Check the spelling, or "
-            "install its package."
-        )
+    expect_logger(options.report_to, ["none", "all", *get_available_reporting_integrations()])
     arguments_of(options, out / CHECKPOINTS)
 
 
-def _fit_by_mass(
-    lens: Lens, blocks: Blocks, folder: Path, options: MassOptions, report: Report
-) -> dict[str, list[float]]:
+def expect_logger(name: str, known: list[str]) -> None:
+    if name not in known:
+        raise ValueError(
+            f"report_to: expected one of {', '.join(known)}, got {name!r}. Check the spelling, or install its package."
+        )
+
+
+def _fit_by_mass(lens: Lens, blocks: Blocks, out: Path, options: MassOptions, report: Report) -> dict[str, list[float]]:
     """Layer by layer; returns the last loss of each."""
     stage, start, first = "", 0.0, 0
 
@@ -264,13 +268,18 @@ def _fit_by_mass(
         if seen.stage != stage:
             stage, start, first = seen.stage, time.perf_counter(), step
         pace = (time.perf_counter() - start) / (step - first) if step > first else None
-        fitted: dict[str, Any] = {}
+        fitted: dict[str, float] = {}
         if stage == "fit":
-            fitted = {name: getattr(seen, name) for name in ("loss", "mass_kept", "far_kept", "dominance", "warning")}
+            fitted = {name: getattr(seen, name) for name in ("loss", "mass_kept", "far_kept", "dominance")}
+            log({f"{name}/layer {seen.layer}": value for name, value in fitted.items()}, step=step)
         phase = f"{stage}, layer {seen.layer}" if seen.layer else stage
-        report(Progress(phase, step, steps, seconds_left=None if pace is None else pace * (steps - step), **fitted))
+        left = None if pace is None else pace * (steps - step)
+        report(Progress(phase, step, steps, seconds_left=left, warning=seen.warning, **fitted))
 
-    last = fit_mass(lens, blocks.tokens, options, domains=blocks.domains, checkpoints=folder, report=on_progress)
+    with tracked(options.report_to, out / LOGS) as log:
+        last = fit_mass(
+            lens, blocks.tokens, options, domains=blocks.domains, checkpoints=out / CHECKPOINTS, report=on_progress
+        )
     return {f"layer {name}": [seen.loss] for name, seen in last.items()}
 
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bifocals import FocusConfig, attach, lens_of, load
 from bifocals.evaluation.perplexity import block_loss
@@ -285,6 +286,19 @@ def test_the_mass_objective_is_fitted_by_the_same_call(tmp_path):
     load(tiny_model("llama", dtype=torch.float32), tmp_path / "out")
 
 
+def test_a_fit_by_mass_is_logged_where_it_is_asked_to(tmp_path):
+    options = MassOptions(steps=4, query_steps=2, rows=8, report_every=2, report_to="tensorboard")
+    seen = []
+    fit(tmp_path / "out", options, focus=FocusConfig.network(groups=4, window=8, sinks=1, dim=8), report=seen.append)
+    logged = EventAccumulator(str(tmp_path / "out" / "runs" / "bifocals")).Reload()
+    for layer in ("0", "1"):
+        told = [each for each in seen if each.phase == f"fit, layer {layer}"]
+        assert len(told) > 1
+        for name in ("loss", "mass_kept", "far_kept", "dominance"):
+            found = [(event.step, event.value) for event in logged.Scalars(f"{name}/layer {layer}")]
+            assert found == [(each.step, pytest.approx(getattr(each, name))) for each in told]
+
+
 def test_a_resumed_fit_by_mass_tells_the_losses_of_layers_finished_before(tmp_path):
     options = MassOptions(steps=4, query_steps=2, rows=8, save_every=2, report_every=1)
     how = {"focus": FocusConfig.network(groups=4, window=8, sinks=1, dim=8)}
@@ -310,7 +324,6 @@ def test_baselines_are_measured_like_a_fit(baseline, tmp_path):
 
 
 def test_lora_is_trained_by_peft_and_measured_like_a_fit(tmp_path):
-    pytest.importorskip("peft")
     model = tiny_model("llama", dtype=torch.float32)
     tokens = tiny_tokens(1, 48)[0]
     before = block_loss(model, tokens)

@@ -49,6 +49,7 @@ def test_wrong_arguments_get_one_message(saved_model, tmp_path, arguments, messa
     ("arguments", "message"),
     [
         (("--report-to", "nowhere"), "report_to: expected one of none, all"),
+        (("--objective", "mass", "--report-to", "nowhere"), "report_to: expected one of none, tensorboard"),
         (("--shard",), "shard: expected several processes, got one"),
         (("--window", 43), "Expected sequences of at least 49 tokens"),
     ],
