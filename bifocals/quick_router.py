@@ -151,8 +151,8 @@ class _Networks:
 
 def _standardising(side: HeadNetworks, weight: Tensor, bias: Tensor, precision: torch.dtype) -> tuple[Tensor, Tensor]:
     """Weight and bias for features as they come."""
-    weight = weight.to(precision)
-    return weight / side.deviation.mT, bias.to(precision) - side.mean / side.deviation @ weight
+    weight, bias, mean, deviation = (each.to(precision) for each in (weight, bias, side.mean, side.deviation))
+    return weight / deviation.mT, bias - mean / deviation @ weight
 
 
 def _by_row(member: np.ndarray, routed: Tensor) -> Membership:

@@ -96,6 +96,18 @@ def test_weights_that_are_replaced_twice_are_noticed_wherever_they_lie(kind):
         assert not quick.is_fresh()
 
 
+@torch.no_grad()
+def test_networks_route_after_a_model_was_cast_to_another_precision(tokens):
+    query = tokens.view(40, 5, 4, 6).transpose(1, 2)
+    for dtype in (torch.bfloat16, torch.float16):
+        router = networks().to(dtype)
+        routed = query.to(dtype), (query[:, :2] - 1).to(dtype), torch.arange(5).view(1, 1, 5, 1)
+        for got, expected in zip(
+            quick_router(router).membership(*routed, top_k=2), router.membership(*routed, top_k=2)
+        ):
+            assert (got == expected).float().mean() > 0.99
+
+
 @pytest.mark.parametrize("kind", ["centroids", "networks"])
 @torch.no_grad()
 def test_what_was_prepared_stays_when_weights_change(kind, tokens):
