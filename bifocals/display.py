@@ -18,7 +18,7 @@ class FitDisplay:
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, quiet=not is_first_process())
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn()
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("reading text", total=None)
         self.runs, self.told_at = 0, -math.inf
@@ -33,9 +33,12 @@ class FitDisplay:
     def report(self, seen: Fitted) -> None:
         self._tell(describe(seen), seen.step, seen.steps)
         if seen.warning is not None:
-            self.console.print(seen.warning)
+            self.console.print(seen.warning, markup=False)
 
     def on_run(self, text: str, setting: str) -> None:
+        if self.runs == 0:  # an update cannot make a total unknown again
+            self.progress.remove_task(self.task)
+            self.task = self.progress.add_task("", total=None)
         self.runs += 1
         self._tell(f"measuring {Path(text).name}, {setting}", self.runs, None)
 
@@ -43,7 +46,7 @@ class FitDisplay:
         self.progress.update(self.task, completed=done, total=total, description=what)
         if not self.console.is_terminal and time.monotonic() - self.told_at >= PAUSE:
             self.told_at = time.monotonic()
-            self.console.print(f"{done}/{total or '?'} {what}", soft_wrap=True, highlight=False)
+            self.console.print(f"{done}/{total or '?'} {what}", soft_wrap=True, highlight=False, markup=False)
 
 
 def describe(seen: Fitted) -> str:

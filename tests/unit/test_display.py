@@ -42,6 +42,21 @@ def test_where_nothing_can_be_written_over_a_line_comes_now_and_then(capsys, mon
     ]
 
 
+def test_what_is_measured_after_a_fit_is_counted_anew():
+    with FitDisplay() as shown:
+        shown.report(Progress("fit", 2, 2))
+        for count in (1, 2, 3):
+            shown.on_run("books/emma.txt", "top_k 1")
+            (task,) = shown.progress.tasks
+            assert (task.completed, task.total) == (count, None)
+
+
+def test_names_in_brackets_are_shown(capsys):
+    with FitDisplay() as shown:
+        shown.on_run("data[train].txt", "top_k 1")
+    assert "data[train].txt" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_of_several_processes_the_first_one_tells(rank, capsys, monkeypatch):
     monkeypatch.setenv("RANK", rank)
