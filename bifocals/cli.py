@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -277,7 +278,7 @@ def _attention_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
@@ -388,10 +389,10 @@ def print_perplexity(result: dict[str, Any], groups: int) -> None:
     for name in ("text", "setting", "perplexity", "recovered (95%)", "far kept", "pairs", "dominance"):
         table.add_column(name, justify="left" if name in ("text", "setting") else "right")
     for row in [*result["rows"], *({"text": "mean", **row} for row in result["mean"])]:
-        low, high = row.get("interval", (0, 0))
+        low, high = row.get("interval") or (0, 0)
         interval = f" ({100 * low:.1f} to {100 * high:.1f})" if low < high else ""  # one block has none
         table.add_row(
-            Path(row["text"]).name,
+            escape(Path(row["text"]).name),
             row["setting"],
             _shown(row.get("perplexity"), ".2f"),
             _shown(row.get("recovered"), ".1%") + interval,

@@ -162,6 +162,11 @@ def attention_sites(model: PreTrainedModel) -> list[Site]:
     return sites
 
 
+def is_decoder(model: PreTrainedModel) -> bool:
+    """Whether no token reads later ones, so that predicting them says something."""
+    return all(site.is_causal for site in attention_sites(model))
+
+
 def _own_attention(model: nn.Module, family: Family) -> Iterator[tuple[str, nn.Module]]:
     """Modules of the family's attention classes; one defined elsewhere may compute anything, so it does not count."""
     for name, module in model.named_modules():

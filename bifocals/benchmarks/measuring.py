@@ -3,6 +3,7 @@
 import ctypes
 import inspect
 import json
+import math
 import os
 import platform
 import statistics
@@ -136,4 +137,13 @@ def surroundings() -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    """Numbers that are not finite become null: JSON has none."""
+    write_file(path, (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode())
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -4,7 +4,8 @@
 
 is the share of the quality lost without far pairs that the lens brings back: 1 is the base model, 0 is no far pair.
 Every block of text is run once in each setting, so that the settings differ by nothing but the lens; intervals (95%)
-come from drawing the blocks anew (paired bootstrap).
+come from drawing the blocks anew (paired bootstrap). Models that read the tokens after the one they predict have no
+perplexity: of those, what the lens keeps is all that is told.
 """
 
 import math
@@ -20,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from bifocals.config import FocusConfig
+from bifocals.families import is_decoder
 from bifocals.lens import Lens, attach, evaluating, lens_of
 from bifocals.tape import NearOnly, Tape
 from bifocals.training.data import Blocks
@@ -41,7 +43,8 @@ def evaluate(
     A model without a lens has the two ends alone. ``on_run(text, setting)`` is called after each run of a block.
     """
     with _lens_of(model, top_ks) as lens:
-        texts = [_run_text(lens, text, blocks.of(domain), top_ks, on_run) for domain, text in enumerate(blocks.names)]
+        run_text = _run_text if is_decoder(model) else _measure_text
+        texts = [run_text(lens, text, blocks.of(domain), top_ks, on_run) for domain, text in enumerate(blocks.names)]
     rows = [row for domain, (text, runs) in enumerate(zip(blocks.names, texts)) for row in _rows(text, runs, domain)]
     return {"length": blocks.tokens.shape[1], "rows": rows, "mean": _mean_rows(rows, texts)}
 
@@ -72,8 +75,9 @@ class Run:
         self.pairs_kept: list[float] = []
         self.sizes: dict[str, Tensor] = {}  # of the groups of keys, by layer: (router, group)
 
-    def add(self, loss: float, lens: Lens, tape: Tape | None) -> None:
-        self.losses.append(loss)
+    def add(self, loss: float | None, lens: Lens, tape: Tape | None) -> None:
+        if loss is not None:
+            self.losses.append(loss)
         if tape is not None:
             found = lens.measure_tape(tape)
             self.far_kept.append(found.far_kept)
@@ -108,15 +112,33 @@ def _run_text(lens: Lens, text: str, tokens: Tensor, top_ks: Sequence[int], on_r
     return runs
 
 
+def _measure_text(
+    lens: Lens, text: str, tokens: Tensor, top_ks: Sequence[int], on_run: Callable[[str, str], None]
+) -> Runs:
+    """Without perplexities."""
+    runs: Runs = defaultdict(Run)
+    for block in tokens:
+        for top_k in top_ks:
+            lens.top_k = top_k
+            with lens.taped(Tape()) as tape, evaluating(lens.model), torch.no_grad():
+                lens.model(input_ids=block[None].to(lens.model.device))
+            runs[f"top_k {top_k}"].add(None, lens, tape)
+            on_run(text, f"top_k {top_k}")
+    return runs
+
+
 def _rows(text: str, runs: Runs, seed: int) -> list[Row]:
     rows = []
     for setting, run in runs.items():
-        row: Row = {"text": text, "setting": setting, "perplexity": math.exp(np.mean(run.losses))}
+        row: Row = {"text": text, "setting": setting}
+        if run.losses:
+            row["perplexity"] = math.exp(np.mean(run.losses))
         if run.far_kept:
             row |= {"far_kept": float(np.mean(run.far_kept)), "pairs_kept": float(np.mean(run.pairs_kept))}
         if setting not in (DENSE, WINDOW):
             layers = run.dominance()
-            row |= {"recovered": _recovered(runs, setting), "interval": _interval(_drawn(runs, setting, seed))}
+            if run.losses:
+                row |= {"recovered": _recovered(runs, setting), "interval": _interval(_drawn(runs, setting, seed))}
             row |= {"dominance": max(layers.values()), "dominance_by_layer": layers}
         rows.append({**row, "losses": run.losses})
     return rows
@@ -127,24 +149,27 @@ def _mean_rows(rows: list[Row], texts: list[Runs]) -> list[Row]:
     means = []
     for setting in texts[0]:
         own = [row for row in rows if row["setting"] == setting]
+        if setting in (DENSE, WINDOW):
+            continue
+        mean: Row = {"setting": setting}
         if "recovered" in own[0]:
             drawn = np.mean([_drawn(runs, setting, seed) for seed, runs in enumerate(texts)], axis=0)
-            means.append(
-                {
-                    "setting": setting,
-                    "recovered": float(np.mean([row["recovered"] for row in own])),
-                    "interval": _interval(drawn),
-                    "far_kept": float(np.mean([row["far_kept"] for row in own])),
-                    "most_far_kept": max(row["far_kept"] for row in own),
-                    "pairs_kept": float(np.mean([row["pairs_kept"] for row in own])),
-                    "dominance": max(row["dominance"] for row in own),
-                }
-            )
+            shares = [row["recovered"] for row in own]
+            mean |= {"recovered": None if None in shares else float(np.mean(shares)), "interval": _interval(drawn)}
+        mean |= {
+            "far_kept": float(np.mean([row["far_kept"] for row in own])),
+            "most_far_kept": max(row["far_kept"] for row in own),
+            "pairs_kept": float(np.mean([row["pairs_kept"] for row in own])),
+            "dominance": max(row["dominance"] for row in own),
+        }
+        means.append(mean)
     return means
 
 
-def _recovered(runs: Runs, setting: str) -> float:
-    return float(recovered_share(*(np.mean(runs[name].losses) for name in (setting, DENSE, WINDOW))))
+def _recovered(runs: Runs, setting: str) -> float | None:
+    """None where no far pair is missed."""
+    share = float(recovered_share(*(np.mean(runs[name].losses) for name in (setting, DENSE, WINDOW))))
+    return share if math.isfinite(share) else None
 
 
 def recovered_share(own: Any, dense: Any, window: Any) -> Any:
@@ -162,8 +187,9 @@ def _drawn(runs: Runs, setting: str, seed: int) -> "np.ndarray[Any, Any]":
     )
 
 
-def _interval(drawn: "np.ndarray[Any, Any]") -> list[float]:
-    return [float(each) for each in np.nanquantile(drawn, [0.025, 0.975])]
+def _interval(drawn: "np.ndarray[Any, Any]") -> list[float] | None:
+    drawn = drawn[np.isfinite(drawn)]
+    return [float(each) for each in np.quantile(drawn, [0.025, 0.975])] if len(drawn) else None
 
 
 @contextmanager

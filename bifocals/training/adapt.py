@@ -32,7 +32,7 @@ from bifocals.adapter import fingerprint
 from bifocals.benchmarks.measuring import surroundings
 from bifocals.config import FocalConfig
 from bifocals.evaluation.perplexity import DRAWS, block_loss
-from bifocals.families import attention_sites
+from bifocals.families import attention_sites, is_decoder
 from bifocals.focal import ConstantTemperature
 from bifocals.lens import Lens, attach
 from bifocals.training.checkpoint import last_checkpoint
@@ -123,7 +123,7 @@ def adapt(
 
 
 def _expect_decoder(model: PreTrainedModel) -> None:
-    if not all(site.is_causal for site in attention_sites(model)):
+    if not is_decoder(model):
         raise ValueError(
             f"{type(model).__name__} reads the tokens that it would be asked to predict: expected a decoder, which "
             "reads only those before. Name one."

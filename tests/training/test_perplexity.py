@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from bifocals import FocusConfig, attach, lens_of
+from bifocals.benchmarks.measuring import write_json
 from bifocals.cli import main
 from bifocals.evaluation.perplexity import block_loss, evaluate, recovered_share
 from bifocals.testing import tiny_model, tiny_tokens
@@ -52,6 +53,16 @@ def test_dense_is_the_base_and_all_groups_recover_everything():
     assert 0.25 <= one["dominance"] == max(one["dominance_by_layer"].values()) <= 1
     both = [row["recovered"] for row in found["rows"] if row["setting"] == "top_k 1"]
     assert found["mean"][0]["recovered"] == pytest.approx(np.mean(both))
+
+
+def test_a_text_that_misses_no_far_pair_has_nothing_to_recover(tmp_path):
+    model = tiny_model("llama")
+    attach(model, FocusConfig(groups=4, window=40))
+    found = evaluate(model, blocks_of(1, 2), (1,))
+    for row in (found["rows"][2], *found["mean"]):
+        assert row["recovered"] is row["interval"] is None
+    write_json(tmp_path / "found.json", found)
+    json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_dominance_counts_the_keys_in_groups_alone():
