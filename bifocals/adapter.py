@@ -148,10 +148,14 @@ def find_adapter(source: str | PathLike[str], revision: str | None = None) -> tu
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash of every weight of the model's body: any change of any of them changes it."""
+    return hash_of(model.base_model.state_dict())
+
+
+def hash_of(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.base_model.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return f"sha256:{digest.hexdigest()}"
 
 

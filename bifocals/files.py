@@ -27,6 +27,11 @@ def write_file(path: Path, data: bytes) -> None:
     flush_folder(path.parent)
 
 
+def leftovers(path: Path) -> list[Path]:
+    """What writing ``path`` left aside where it was killed."""
+    return sorted(path.parent.glob(f".{path.name}.*"))
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill; it gets its name when the block ends well, and vanishes otherwise."""

@@ -89,6 +89,8 @@ def even_groups(router: NetworkRouter, layer: LayerCapture, text: Sequences, rou
             sizes[domain] = (chosen * held[..., None]).sum(dim=1)
         sum_over_processes(sizes)
         sizes = sizes[sizes.sum(dim=(1, 2)) > 0]
+        if len(sizes) == 0:
+            raise ValueError("The fit diverged: expected keys worth something, got none. Lower the rate.")
         shares = sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1) * groups
         largest = shares.amax(dim=(0, 2))[:, None]
         best, least = torch.where(largest < least, potential, best), torch.minimum(largest, least)

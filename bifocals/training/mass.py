@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bifocals.config import as_dict
-from bifocals.files import write_file
+from bifocals.files import leftovers, write_file
 from bifocals.lens import Lens
 from bifocals.network import NetworkRouter
 from bifocals.training.capture import LayerCapture, capture_layers
@@ -37,7 +37,7 @@ from bifocals.training.thresholds import calibrate_thresholds
 from bifocals.training.watch import log_warnings
 from bifocals.training.worth import set_bars
 
-__all__ = ["MassOptions", "MassProgress", "calibrate", "fit_mass"]
+__all__ = ["MassOptions", "MassProgress", "calibrate", "expect_fittable", "fit_mass"]
 
 CHECKPOINT = "mass.safetensors"
 
@@ -57,7 +57,7 @@ def fit_mass(
     run with the same lens, blocks and options goes on from it.
     """
     options = MassOptions() if options is None else options
-    _check(lens, blocks, options, domains)
+    expect_fittable(lens, blocks, options, domains)
     fit = _Fit(lens, blocks, options, domains, checkpoints, report or log_warnings)
     with _gradients(lens):
         return fit.run()
@@ -66,11 +66,26 @@ def fit_mass(
 def calibrate(lens: Lens, blocks: Tensor, options: MassOptions | None = None, *, domains: Tensor | None = None) -> None:
     """Thresholds and bars anew, after networks were changed by another objective: as ``blocks`` ask for."""
     options = MassOptions(batch=1) if options is None else options
-    _check(lens, blocks, options, domains)
-    _Fit(lens, blocks, options, domains, None, lambda progress: None).calibrate()
+    expect_fittable(lens, blocks, options, domains)
+    with unchanged_if_it_fails(lens):
+        _Fit(lens, blocks, options, domains, None, lambda progress: None).calibrate()
 
 
-def _check(lens: Lens, blocks: Tensor, options: MassOptions, domains: Tensor | None) -> None:
+@contextmanager
+def unchanged_if_it_fails(lens: Lens) -> Iterator[None]:
+    """Whatever stops the block, the lens is then as it was before."""
+    before = {name: tensor.clone() for name, tensor in lens.state_dict().items()}
+    mode, top_k = lens.mode, lens.top_k
+    try:
+        yield
+    except BaseException:
+        lens.load_state_dict(before)
+        lens.mode, lens.top_k = mode, top_k
+        raise
+
+
+def expect_fittable(lens: Lens, blocks: Tensor, options: MassOptions, domains: Tensor | None) -> None:
+    """Refuse what cannot be fitted before anything is begun."""
     if lens.focus is None:
         raise ValueError("The mass objective fits routers: expected a lens with Focus. Pass a FocusConfig to attach.")
     if blocks.ndim != 2 or blocks.is_floating_point() or len(blocks) < options.batch:
@@ -175,6 +190,9 @@ class _Fit:
     def _resume(self) -> tuple[int, int, dict[str, Tensor]]:
         """The layer and step to go on from, and the state that was saved there."""
         wait_for_all()  # a process may be late, and the first one may have saved by then
+        if self.path is not None and process_number() == 0:
+            for aside in leftovers(self.path):
+                aside.unlink()
         if self.path is None or not self.path.exists():
             return 0, 0, {}
         try:

@@ -1,5 +1,6 @@
 """Every option of a fit: one definition, one default, one sentence each."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,8 +35,9 @@ class MassOptions:
         for name, least in (("steps", 1), ("query_steps", 0), ("batch", 1), ("rows", 1), ("save_every", 1)):
             expect(getattr(self, name) >= least, f"{name} >= {least}", getattr(self, name), "it counts")
         expect(self.report_every >= 1, "report_every >= 1", self.report_every, "it counts steps")
-        expect(self.rate >= 0, "rate >= 0", self.rate, "0 means the default")
-        expect(self.query_rate > 0, "query_rate > 0", self.query_rate, "0.005 is the default")
+        expect(0 <= self.rate < math.inf, "a finite rate >= 0", self.rate, "0 means the default")
+        expect(0 < self.query_rate < math.inf, "a finite query_rate > 0", self.query_rate, "0.005 is the default")
+        expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
         expect(self.weigh >= 0, "weigh >= 0", self.weigh, "it counts sequences")
         expect(0 <= self.stir <= 1, "stir in [0, 1]", self.stir, "0 is no jitter")
         expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.92 leaves room for unseen text")
@@ -71,7 +73,8 @@ class TrainOptions:
         expect(self.full_steps >= 0, "full_steps >= 0", self.full_steps, "0 leaves the base frozen")
         expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
         for name in ("rate", "full_rate"):
-            expect(getattr(self, name) > 0, f"{name} > 0", getattr(self, name), "5e-3 suits a lens, 5e-5 everything")
+            rate = getattr(self, name)
+            expect(0 < rate < math.inf, f"a finite {name} > 0", rate, "5e-3 suits a lens, 5e-5 everything")
         _expect_whole_forwards(self.batch, self.micro_batch)
         expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
 
@@ -87,9 +90,11 @@ class LoraOptions:
     seed: int = option(0, "Of the order of the text and of the updates' start.")
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("rank", "steps", "batch"):
             expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
-        expect(self.rate > 0, "rate > 0", self.rate, "1e-4 is usual")
+        expect(0 < self.rate < math.inf, "a finite rate > 0", self.rate, "1e-4 is usual")
+        expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +120,7 @@ class PretrainOptions:
         for name in ("steps", "batch", "micro_batch", "save_every", "evaluate_every"):
             expect(getattr(self, name) >= 1, f"{name} >= 1", getattr(self, name), "it counts")
         expect(self.warm_up >= 0, "warm_up >= 0", self.warm_up, "0 starts at the full rate")
-        expect(self.rate > 0, "rate > 0", self.rate, "small models bear 2e-3, large ones 1e-4")
+        expect(0 < self.rate < math.inf, "a finite rate > 0", self.rate, "small models bear 2e-3, large ones 1e-4")
         expect(self.weight_decay >= 0, "weight_decay >= 0", self.weight_decay, "0.1 is usual")
         _expect_whole_forwards(self.batch, self.micro_batch)
         expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")

@@ -22,15 +22,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bifocals.adapter import fingerprint, load
+from bifocals.adapter import fingerprint, hash_of, load
 from bifocals.benchmarks.measuring import surroundings, write_json
 from bifocals.config import FocusConfig
 from bifocals.evaluation.perplexity import evaluate
+from bifocals.families import is_decoder
+from bifocals.files import leftovers
 from bifocals.lens import Lens, attach, lens_of
 from bifocals.training.baselines import Baseline, balance, fit_kmeans
 from bifocals.training.checkpoint import CheckpointError, last_checkpoint, remove_checkpoints
 from bifocals.training.data import Blocks, load_blocks
-from bifocals.training.mass import MassOptions, MassProgress, calibrate, fit_mass
+from bifocals.training.mass import (
+    MassOptions,
+    MassProgress,
+    calibrate,
+    expect_fittable,
+    fit_mass,
+    unchanged_if_it_fails,
+)
 from bifocals.training.options import LoraOptions, PretrainOptions, TrainOptions
 from bifocals.training.processes import (
     expect_several_processes,
@@ -63,22 +72,75 @@ def train(
 ) -> dict[str, Any]:
     """Fit the model's lens, or a new one, and write it with its results into ``out``; returns the results.
 
-    ``sequences`` bounds the blocks taken from each source, ``held_out`` those it is measured on at the end.
+    ``sequences`` bounds the blocks taken from each source, ``held_out`` those it is measured on at the end. If it is
+    stopped, the lens is as it was before, or gone if it was new; what was done is in ``out``, to be resumed.
     """
     options = MassOptions() if options is None else options
     join_processes()
     blocks = load_blocks(sources, tokenizer, length, part="fitting", limit=sequences)
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
-    lens = lens_of(model) or _new_lens(model, FocusConfig.network() if focus is None else focus, options.seed)
+    with _lens_to_fit(model, focus, options.seed) as lens:
+        _expect_fittable(lens, blocks, out, options)
+        return _fit(lens, blocks, kept_out, out, options, resume=resume, report=report, on_run=on_run)
+
+
+@contextmanager
+def _lens_to_fit(model: PreTrainedModel, focus: FocusConfig | None, seed: int) -> Iterator[Lens]:
+    """The model's own or a new one; if the block fails, as it was, or gone."""
+    lens = lens_of(model)
+    if lens is None:
+        with gone_if_it_fails(_new_lens(model, FocusConfig.network() if focus is None else focus, seed)) as new:
+            yield new
+        return
     if lens.focus is None:
         raise ValueError("Expected a lens with Focus: its routers are what is fitted. Pass a FocusConfig.")
-    described = describe(lens, blocks, options)
+    if focus not in (None, lens.focus):
+        raise ValueError(
+            f"The model has a lens of its own: expected its {lens.focus}, or none, got {focus}. Leave focus out to fit "
+            "that lens, or detach it."
+        )
+    with unchanged_if_it_fails(lens):
+        yield lens
+
+
+@contextmanager
+def gone_if_it_fails(lens: Lens) -> Iterator[Lens]:
+    try:
+        yield lens
+    except BaseException:
+        lens.detach()
+        raise
+
+
+def _expect_fittable(lens: Lens, blocks: Blocks, out: Path, options: Options) -> None:
+    """Refuse what would be refused later, before a run is opened that could neither go on nor begin again."""
+    assert lens.focus is not None
     if isinstance(options, MassOptions):
         expect_logger(options.report_to, [NOWHERE, *trackers()])
-    else:
-        expect_trainable(options, out)
-        if lens.focus.score == "network":
-            calibration(lens, blocks)  # before anything is trained: it may refuse
+        expect_fittable(lens, blocks.tokens, options, blocks.domains)
+        return
+    if not is_decoder(lens.model):
+        raise ValueError(
+            f"{type(lens.model).__name__} reads the tokens that it would be asked to predict: expected a decoder for "
+            "the objectives lm and distill. Fit it by mass."
+        )
+    expect_trainable(options, out)
+    if lens.focus.score == "network":
+        calibration(lens, blocks)
+
+
+def _fit(
+    lens: Lens,
+    blocks: Blocks,
+    kept_out: Blocks,
+    out: Path,
+    options: Options,
+    *,
+    resume: bool,
+    report: Report,
+    on_run: Callable[[str, str], None],
+) -> dict[str, Any]:
+    model, described = lens.model, describe(lens, blocks, options)
     open_run(out, described, resume)
     is_whole = isinstance(options, TrainOptions) and options.full_steps > 0
     done = finished(out, len(kept_out.tokens)) if is_whole else None
@@ -135,25 +197,26 @@ def run_baseline(
     kept_out = load_blocks(sources, tokenizer, length, part="held-out", limit=held_out)
     options = LoraOptions() if options is None else options
     focus = FocusConfig() if focus is None else focus
-    lens = _new_lens(model, replace(focus, sides="same") if baseline == "kmeans" else focus, options.seed)
-    described = {"baseline": baseline, **describe(lens, blocks, options)}
-    open_run(out, described, resume=False)
-    start, losses, top_ks = time.perf_counter(), {}, []
-    if baseline == "lora":
-        from bifocals.training.lora import fit_lora
+    focus = replace(focus, sides="same") if baseline == "kmeans" else focus
+    with gone_if_it_fails(_new_lens(model, focus, options.seed)) as lens:
+        described = {"baseline": baseline, **describe(lens, blocks, options)}
+        open_run(out, described, resume=False)
+        start, losses, top_ks = time.perf_counter(), {}, []
+        if baseline == "lora":
+            from bifocals.training.lora import fit_lora
 
-        with lens.disabled():
-            losses["lora"] = fit_lora(model, blocks.tokens, out, options, report)
-    elif baseline != "window":
-        if baseline == "kmeans":
-            fit_kmeans(lens, blocks.tokens, options.seed)
-        balance(lens, blocks.tokens)
-        lens.save(out)
-        top_ks = dial(lens)
-    results = {"losses": losses, "seconds": time.perf_counter() - start, **described}
-    results |= {"held_out": evaluate(model, kept_out, top_ks, on_run), "surroundings": surroundings()}
-    write_json(out / RESULTS, results)
-    return results
+            with lens.disabled():
+                losses["lora"] = fit_lora(model, blocks.tokens, out, options, report)
+        elif baseline != "window":
+            if baseline == "kmeans":
+                fit_kmeans(lens, blocks.tokens, options.seed)
+            balance(lens, blocks.tokens)
+            lens.save(out)
+            top_ks = dial(lens)
+        results = {"losses": losses, "seconds": time.perf_counter() - start, **described}
+        results |= {"held_out": evaluate(model, kept_out, top_ks, on_run), "surroundings": surroundings()}
+        write_json(out / RESULTS, results)
+        return results
 
 
 def dial(lens: Lens) -> list[int]:
@@ -168,6 +231,7 @@ def describe(lens: Lens, blocks: Blocks, options: Any) -> dict[str, Any]:
     return {
         "model": {"type": lens.model.config.model_type, "parameters": lens.model.num_parameters()},
         "weights": fingerprint(lens.model),
+        "start": hash_of(lens.state_dict()),
         "focus": asdict(lens.focus),
         "options": asdict(options),
         "data": list(blocks.names),
@@ -199,12 +263,14 @@ def open_run(out: Path, described: dict[str, Any], resume: bool) -> None:
                 f"{out} holds a run with other {', '.join(differ)}: expected what it was started with. Give the same "
                 "options and text, or another --out."
             )
-    elif out.exists() and any(out.iterdir()):
+    elif out.exists() and not set(out.iterdir()) <= set(leftovers(path)):
         raise ValueError(
             f"{out} is not empty: expected a new folder. Pass --resume to go on with its run, or another one."
         )
     wait_for_all()
     if is_first_process() and not resume:
+        for aside in leftovers(path):
+            aside.unlink()
         write_json(path, described)
 
 
@@ -314,7 +380,9 @@ def calibration(lens: Lens, blocks: Blocks) -> MassOptions:
             f"Expected sequences of at least {near + 2} tokens, window, sinks and two more, got {length}: networks are "
             "set by how often they read far keys. Use longer sequences or a smaller window."
         )
-    return MassOptions(batch=world_size(), rows=min(MassOptions().rows, length - near - 1))
+    options = MassOptions(batch=world_size(), rows=min(MassOptions().rows, length - near - 1))
+    expect_fittable(lens, blocks.tokens, options, blocks.domains)
+    return options
 
 
 @contextmanager

@@ -55,8 +55,10 @@ def _gains(lens: Lens, networks: dict[str, NetworkRouter], block: Tensor, seen: 
     for name, router in networks.items():
         threshold = router.thresholds[0].clone()
         router.thresholds[0] = router.thresholds[1]
-        gains.append(without - divergence(wanted, log_probabilities(lens.model, tokens)))
-        router.thresholds[0] = threshold
+        try:
+            gains.append(without - divergence(wanted, log_probabilities(lens.model, tokens)))
+        finally:
+            router.thresholds[0] = threshold
         seen(name)
     tiny = torch.finfo(without.dtype).tiny
     return (torch.stack(gains) / without.clamp(min=tiny)).double().cpu()

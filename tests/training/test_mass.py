@@ -17,10 +17,11 @@ from bifocals.network import NetworkRouter
 from bifocals.routing import Router, top_groups
 from bifocals.tape import Tape
 from bifocals.testing import tiny_model, tiny_tokens
-from bifocals.training import layer_fit
+from bifocals.training import layer_fit, stakes
 from bifocals.training.capture import capture_layers
 from bifocals.training.checkpoint import CheckpointError
-from bifocals.training.mass import MassOptions, fit_mass
+from bifocals.training.distill import divergence
+from bifocals.training.mass import MassOptions, calibrate, fit_mass
 from bifocals.training.mass_kept import far_mass_kept
 from bifocals.training.mass_loss import balanced_scores, centroid_update, held_keys, network_update, query_update
 from bifocals.training.processes import end_process
@@ -251,6 +252,35 @@ def test_a_layer_of_which_predictions_depend_more_reads_more():
     assert kept[2][0] > kept[0][0] + 0.03
     assert kept[2][1] < kept[0][1] - 0.03
     assert kept[2][2] == pytest.approx(kept[0][2], abs=0.03)
+
+
+def test_a_calibration_that_is_stopped_while_it_weighs_leaves_the_lens_as_it_was(monkeypatch):
+    lens, runs = lens_with("networks"), []
+    fit(lens)
+    before = {name: tensor.clone() for name, tensor in lens.state_dict().items()}
+
+    def stopped(*given):
+        runs.append(given)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return divergence(*given)
+
+    monkeypatch.setattr(stakes, "divergence", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(lens, tiny_tokens(7, 100, seed=5), OPTIONS)
+    torch.testing.assert_close(lens.state_dict(), before, rtol=0, atol=0)
+    assert lens.top_k == 1
+
+
+def test_a_fit_that_diverges_says_so():
+    with pytest.raises(ValueError, match=r"The fit diverged.*Lower the rate"):
+        fit(lens_with("networks"), options=replace(OPTIONS, rate=1e30))
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 2.5}, {"is_new": "no"}, {"rate": float("inf")}, {"seed": 2**70}])
+def test_options_are_checked_when_they_are_made(wrong):
+    with pytest.raises((TypeError, ValueError), match=rf"{next(iter(wrong))}\b.* got "):
+        MassOptions(**wrong)
 
 
 def test_thresholds_read_top_k_groups_on_average():

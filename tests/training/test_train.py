@@ -16,9 +16,10 @@ from bifocals import FocusConfig, attach, lens_of, load
 from bifocals.evaluation.perplexity import block_loss
 from bifocals.testing import tiny_model, tiny_tokenizer, tiny_tokens
 from bifocals.training.checkpoint import CheckpointError
+from bifocals.training.data import Blocks
 from bifocals.training.mass import MassOptions
 from bifocals.training.options import LoraOptions, TrainOptions
-from bifocals.training.run import run_baseline, train
+from bifocals.training.run import calibration, run_baseline, train
 from bifocals.training.trainer import LensTrainer
 from bifocals.training.watch import CollapseWatch
 
@@ -333,6 +334,89 @@ def test_lora_is_trained_by_peft_and_measured_like_a_fit(tmp_path):
     with lens_of(model).disabled():
         assert block_loss(model, tokens) != before
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+NETWORKS = FocusConfig.network(groups=4, window=8, sinks=1, dim=8)
+SHORT = MassOptions(steps=2, query_steps=1, rows=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 16}, "expected more than 17 tokens in a row"),
+        ({"sequences": 1}, "expected at least 2 rows of tokens"),
+    ],
+)
+def test_a_fit_by_mass_that_cannot_be_done_leaves_nothing_behind(changes, message, tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path / "out", SHORT, model, focus=NETWORKS, **changes)
+    assert not (tmp_path / "out").exists()
+    assert lens_of(model) is None
+    fit(tmp_path / "out", SHORT, model, focus=FocusConfig(groups=2, window=4))
+    assert lens_of(model).focus.groups == 2
+
+
+def test_networks_are_not_trained_on_fewer_sequences_than_there_are_processes_to_calibrate_them(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lens = attach(tiny_model("llama", dtype=torch.float32), NETWORKS)
+    with pytest.raises(ValueError, match="expected at least 2 rows of tokens"):
+        calibration(lens, Blocks(tiny_tokens(1, 48), torch.zeros(1, dtype=torch.long), ("text",)))
+
+
+def test_a_model_with_a_lens_is_not_fitted_as_another(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    attach(model, FOCUS)
+    with pytest.raises(ValueError, match="The model has a lens of its own"):
+        fit(tmp_path / "out", model=model, focus=NETWORKS)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [OPTIONS, MassOptions(steps=4, query_steps=2, rows=8, report_every=1)])
+def test_a_fit_that_is_stopped_leaves_a_lens_as_it_was_and_goes_on_in_the_same_process(options, tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    lens = attach(model, FOCUS)
+    before = {name: tensor.clone() for name, tensor in lens.state_dict().items()}
+    with pytest.raises(Stopped):
+        fit(tmp_path / "out", options, model, report=stop_at(4))
+    torch.testing.assert_close(lens.state_dict(), before, rtol=0, atol=0)
+    fit(tmp_path / "out", options, model, resume=True)
+    again = tiny_model("llama", dtype=torch.float32)
+    attach(again, FOCUS).load_state_dict(before)
+    fit(tmp_path / "whole", options, again)
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_run_does_not_go_on_from_another_lens(tmp_path):
+    model = tiny_model("llama", dtype=torch.float32)
+    lens = attach(model, FOCUS)
+    with pytest.raises(Stopped):
+        fit(tmp_path / "out", model=model, report=stop_at(1))
+    lens.routers["0"].potential.add_(torch.arange(4.0))
+    with pytest.raises(CheckpointError, match="holds a run with other start"):
+        fit(tmp_path / "out", model=model, resume=True)
+
+
+def test_a_kill_while_a_run_is_opened_leaves_a_folder_that_can_be_used(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".run.json.4711").write_text("{")
+    fit(out, SHORT, focus=NETWORKS)
+    assert not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize("family", ["bert", "bart"])
+def test_a_model_that_reads_ahead_is_fitted_by_mass_and_has_no_perplexity(family, tmp_path):
+    model = tiny_model(family, dtype=torch.float32)
+    for objective in ("lm", "distill"):
+        with pytest.raises(ValueError, match=r"expected a decoder for the objectives lm and distill. Fit it by mass."):
+            fit(tmp_path / "out", TrainOptions(objective=objective), model)
+    assert not (tmp_path / "out").exists()
+    found = fit(tmp_path / "out", SHORT, model, focus=NETWORKS)["held_out"]
+    for row in (*found["rows"], *found["mean"]):
+        assert {"perplexity", "recovered", "interval"}.isdisjoint(row)
+        assert 0 < row["far_kept"] < 1
+        assert 0.25 <= row["dominance"] <= 1
 
 
 def test_collapse_is_reported_with_what_to_do():

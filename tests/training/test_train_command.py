@@ -34,7 +34,7 @@ def test_train_fits_measures_and_writes_a_lens(saved_model, tmp_path):
         (("--objective", "lm", "--batch", 3, "--micro-batch", 2), "Expected batch a multiple of micro_batch 2"),
         (("--lens", "somewhere", "--groups", 4), "--lens brings its own options"),
         (("--baseline", "random", "--resume"), "measured in one go"),
-        (("--resume",), "Nothing to resume"),
+        (("--resume", "--window", 4, "--rows", 8), "Nothing to resume"),
         (("--groups", 0), "Expected groups >= 1"),
     ],
 )
