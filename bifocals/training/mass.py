@@ -40,6 +40,7 @@ from bifocals.training.worth import set_bars
 __all__ = ["MassOptions", "MassProgress", "calibrate", "expect_fittable", "fit_mass"]
 
 CHECKPOINT = "mass.safetensors"
+GAINS = "gains"  # of layers that are being weighed
 
 
 def fit_mass(
@@ -128,7 +129,8 @@ class _Fit:
 
     def run(self) -> dict[str, MassProgress]:
         start, step, state = self._resume()
-        captured = self._capture() if start < len(self.layers) else {}
+        is_done = start == len(self.layers) and GAINS not in state
+        captured = {} if is_done else self._capture()
         for number in range(start, len(self.layers)):
             name = self.layers[number]
             beginning = MassProgress("fit", name, 0, 0, number, len(self.layers))
@@ -139,7 +141,7 @@ class _Fit:
             if number + 1 < len(self.layers):
                 self.save(number + 1, 0, {})
         if self._networks() and captured:
-            self._set_thresholds(captured)
+            self._set_thresholds(captured, step, state.get(GAINS))
             self.save(len(self.layers), 0, {})
         return self.done
 
@@ -149,21 +151,25 @@ class _Fit:
             set_bars(router, captured[name], self.text)
         self._set_thresholds(captured)
 
-    def _set_thresholds(self, captured: dict[str, LayerCapture]) -> None:
+    def _set_thresholds(self, captured: dict[str, LayerCapture], turn: int = 0, gains: Tensor | None = None) -> None:
         """The same for all layers, and then by what is at stake in them, where the model predicts tokens."""
         networks, model = self._networks(), self.lens.model
         calibrate_thresholds(networks, captured, self.text)
         predicts = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
         if self.text.options.weigh == 0 or self.text.focus.groups == 1 or not predicts:
             return
-        count, weighed = len(self.text.first_of_domains(self.text.options.weigh)) * len(networks), 0
+        count = len(self.text.first_of_domains(self.text.options.weigh)) * len(networks)
+        weighed = turn * len(networks)
 
         def seen(layer: str) -> None:
             nonlocal weighed
             weighed += 1
             self.report(MassProgress("weigh", layer, weighed, count, len(self.layers), len(self.layers)))
 
-        stakes = weigh_layers(self.lens, networks, captured, self.text, seen)
+        def save(turn: int, gains: Tensor) -> None:
+            self.save(len(self.layers), turn, {GAINS: gains})
+
+        stakes = weigh_layers(self.lens, networks, captured, self.text, seen, save, turn, gains)
         calibrate_thresholds(networks, captured, self.text, stakes)
 
     def _networks(self) -> dict[str, NetworkRouter]:

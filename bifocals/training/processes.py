@@ -65,6 +65,14 @@ def sum_over_processes(tensor: Tensor) -> None:
         distributed.all_reduce(tensor)
 
 
+def most_of_processes(count: int) -> int:
+    """The largest count that a process has."""
+    counts = torch.zeros(processes_met(), dtype=torch.long)
+    counts[process_number()] = count
+    sum_over_processes(counts)
+    return int(counts.max())
+
+
 def sum_gradients(parameters: list[nn.Parameter]) -> None:
     """Over all processes, in one message: waiting costs most."""
     if processes_met() > 1:

@@ -18,7 +18,7 @@ from bifocals.lens import Lens, evaluating
 from bifocals.network import NetworkRouter
 from bifocals.training.capture import LayerCapture
 from bifocals.training.distill import divergence, log_probabilities
-from bifocals.training.processes import sum_over_processes
+from bifocals.training.processes import most_of_processes, sum_over_processes
 from bifocals.training.sequences import Sequences
 
 
@@ -29,19 +29,31 @@ def weigh_layers(
     captured: dict[str, LayerCapture],
     text: Sequences,
     seen: Callable[[str], None],
+    save: Callable[[int, Tensor], None],
+    turn: int = 0,
+    gains: Tensor | None = None,
 ) -> dict[str, float]:
-    """The stake of each layer, over the greatest; needs calibrated thresholds. Calls ``seen`` after each of them."""
-    gains = torch.zeros(len(networks), dtype=torch.double)
+    """The stake of each layer, over the greatest; needs calibrated thresholds. Calls ``seen`` after each of them.
+
+    In each turn every process takes a sequence, if it has one left. Goes on from a ``turn`` and the ``gains`` up to it,
+    which ``save`` got.
+    """
+    gains = torch.zeros(len(networks), dtype=torch.double) if gains is None else gains
+    sequences = text.first_of_domains(text.options.weigh)
     before = lens.mode, lens.top_k
     lens.mode, lens.top_k = "hard", 1
     try:
         with evaluating(lens.model):
-            for sequence in text.first_of_domains(text.options.weigh):
-                gains += _gains(lens, networks, text.blocks[sequence], seen)
+            for number in range(turn, most_of_processes(len(sequences))):
+                save(number, gains)
+                new = torch.zeros_like(gains)
+                if number < len(sequences):
+                    new += _gains(lens, networks, text.blocks[sequences[number]], seen)
+                sum_over_processes(new)
+                gains = gains + new
     finally:
         lens.mode, lens.top_k = before
     masses = torch.stack([_mass(router, captured[name]) for name, router in networks.items()])
-    sum_over_processes(gains)
     sum_over_processes(masses)
     stakes = _smoothed(gains.clamp(min=0)) / _smoothed(masses)
     return dict(zip(networks, (stakes / stakes.max()).tolist()))

@@ -331,6 +331,14 @@ def test_a_run_stopped_anywhere_goes_on_bit_for_bit(router, tmp_path):
         assert resumed_final == final  # also of layers that were finished before it stopped
 
 
+def test_layers_are_not_weighed_again_on_the_sequences_before_a_stop(tmp_path):
+    """Of three sequences and two layers, stopped in the last one."""
+    reports = len(fit(lens_with("networks")))
+    with pytest.raises(KeyboardInterrupt):
+        fit(lens_with("networks"), tmp_path, stop_after=reports - 1)
+    assert len(fit(lens_with("networks"), tmp_path)) == 7 + 2  # sequences captured, layers weighed
+
+
 @every_router
 def test_a_second_fit_goes_on_from_the_first(router, tmp_path):
     """Its first loss is about the last one of the first fit, and it can be stopped as well."""
