@@ -214,7 +214,7 @@ def _read_file(path: Path) -> list[str]:
 
 def _read_lines(path: Path, text: str) -> list[str]:
     documents = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 documents.append(json.loads(line)["text"])

@@ -40,6 +40,13 @@ def test_files_folders_lines_and_compressed_ones_say_the_same(tmp_path, tokenize
     assert found == [texts] * 3
 
 
+def test_lines_of_json_end_where_json_says_whatever_else_their_text_holds(tmp_path):
+    texts = ["a line\u2028another\x85and one", "more"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(lines.encode())
+    assert read_documents(str(tmp_path / "a.jsonl")) == texts
+
+
 def test_documents_end_with_the_end_of_text(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
     assert as_text(tokenizer, load_tokens(str(tmp_path / "a.jsonl"), tokenizer)) == "ab</s>cd</s>"
