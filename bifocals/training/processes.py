@@ -21,7 +21,8 @@ def world_size() -> int:
 def join_processes() -> None:
     """Meet the others, if there are any and nobody has yet."""
     if world_size() > 1 and not distributed.is_initialized():
-        distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        # Counts and sums are added up on the CPU, whatever the model is on.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
 def end_process(code: int) -> None:
