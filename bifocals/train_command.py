@@ -1,6 +1,7 @@
 """`bifocals train`: its options are read off the dataclasses that define them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -71,6 +72,17 @@ def focus_of(given: dict[str, Any], default_score: str) -> FocusConfig:
     return FocusConfig.network(**options) if is_network else FocusConfig(**options)
 
 
+@contextmanager
+def told_how_to_go_on(out: Path) -> Iterator[None]:
+    """Whoever stops the block by Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (out / "run.json").exists():
+            click.echo(f"Stopped. What was done is in {out}; the same command with --resume goes on from it.", err=True)
+        raise
+
+
 @click.command()
 @click.argument("model")
 @click.option("--data", "sources", multiple=True, required=True, help="A source of text; repeat it for several.")
@@ -87,7 +99,12 @@ def focus_of(given: dict[str, Any], default_score: str) -> FocusConfig:
 @click.option("--lens", "lens_folder", help="Go on fitting this saved lens, which brings its own options.")
 @other_weights
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of each sequence.")
-@click.option("--sequences", type=click.IntRange(1), default=12, help="At most so many of each source are fitted on.")
+@click.option(
+    "--sequences",
+    type=click.IntRange(1),
+    default=12,
+    help="At most so many of each source are fitted on. By mass, what is captured of all of them is held in memory.",
+)
 @click.option("--held-out", type=click.IntRange(1), default=4, help="So many of each source are measured on.")
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, exactly from where it was.")
 @options_of(*KINDS, leave_out=("objective",))
@@ -146,7 +163,8 @@ def train(
         if baseline is not None:
             results = run_baseline(loaded.model, loaded.tokenizer, sources, out, baseline, **how)
         else:
-            results = fit(loaded.model, loaded.tokenizer, sources, out, resume=resume, **how)
+            with told_how_to_go_on(out):
+                results = fit(loaded.model, loaded.tokenizer, sources, out, resume=resume, **how)
     if is_first_process():
         print_perplexity(results["held_out"], focus.groups)
         click.echo(f"Written to {out}.")

@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from bifocals.cli import main
+from bifocals.display import FitDisplay
 
 
 def run(*arguments):
@@ -60,6 +61,23 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(saved_mode
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_goes_on(saved_model, tmp_path, monkeypatch):
+    given = (saved_model, "--data", "pydoc", "--out", tmp_path / "out", "--steps", 4, "--query-steps", 2, "--rows", 8)
+    given += ("--length", 48, "--sequences", 4, "--held-out", 1, "--window", 8, "--groups", 4)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FitDisplay, "on_run", stop)
+        stopped = run(*given)
+    assert stopped.exit_code == 1
+    assert "--resume goes on from it" in stopped.output
+    assert not (tmp_path / "out" / "results.json").exists()
+    assert run(*given, "--resume").exit_code == 0
+    assert (tmp_path / "out" / "results.json").exists()
 
 
 def test_help_names_every_option_with_the_default_of_each_objective():
