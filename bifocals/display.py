@@ -1,4 +1,6 @@
-"""What one sees of a fit while it runs: one line that changes on a terminal, a line now and then elsewhere."""
+"""What one sees of a fit while it runs: one line that changes on a terminal; elsewhere one now and then, and in every
+stage at least one.
+"""
 
 import math
 import time
@@ -21,7 +23,7 @@ class FitDisplay:
         columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn()
         self.progress = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("reading text", total=None)
-        self.runs, self.told_at = 0, -math.inf
+        self.runs, self.told_at, self.stage = 0, -math.inf, ""
 
     def __enter__(self) -> "FitDisplay":
         self.progress.start()
@@ -44,8 +46,9 @@ class FitDisplay:
 
     def _tell(self, what: str, done: int, total: int | None) -> None:
         self.progress.update(self.task, completed=done, total=total, description=what)
-        if not self.console.is_terminal and time.monotonic() - self.told_at >= PAUSE:
-            self.told_at = time.monotonic()
+        stage = what.split(",")[0]
+        if not self.console.is_terminal and (stage != self.stage or time.monotonic() - self.told_at >= PAUSE):
+            self.told_at, self.stage = time.monotonic(), stage
             self.console.print(f"{done}/{total or '?'} {what}", soft_wrap=True, highlight=False, markup=False)
 
 

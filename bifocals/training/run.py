@@ -49,7 +49,7 @@ from bifocals.training.processes import (
     world_size,
 )
 from bifocals.training.tracking import NOWHERE, tracked, trackers
-from bifocals.training.watch import Progress, Report, log_warnings
+from bifocals.training.watch import Progress, Report, log_warnings, look
 
 Options = TrainOptions | MassOptions
 RUN, CHECKPOINTS, LOGS, MODEL, RESULTS = "run.json", "checkpoints", "runs", "model", "results.json"
@@ -149,7 +149,7 @@ def _fit(
         return done
     start = time.perf_counter()
     if isinstance(options, MassOptions):
-        losses = _fit_by_mass(lens, blocks, out, options, report)
+        losses = _fit_by_mass(lens, blocks, kept_out.tokens[0], out, options, report)
     else:
         losses = _fit_through_model(lens, blocks, kept_out.tokens[0], out / CHECKPOINTS, options, report)
     lens.mode = "hard"
@@ -323,9 +323,12 @@ def expect_logger(name: str, known: list[str]) -> None:
         )
 
 
-def _fit_by_mass(lens: Lens, blocks: Blocks, out: Path, options: MassOptions, report: Report) -> dict[str, list[float]]:
-    """Layer by layer; returns the last loss of each."""
+def _fit_by_mass(
+    lens: Lens, blocks: Blocks, watched: Tensor, out: Path, options: MassOptions, report: Report
+) -> dict[str, list[float]]:
+    """Layer by layer, with a look at the end, when all of them can run; returns the last loss of each."""
     stage, start, first = "", 0.0, 0
+    of_step = {"fit": options.batch}  # sequences; in the other stages one for each process
 
     def on_progress(seen: MassProgress) -> None:
         nonlocal stage, start, first
@@ -336,16 +339,24 @@ def _fit_by_mass(lens: Lens, blocks: Blocks, out: Path, options: MassOptions, re
         pace = (time.perf_counter() - start) / (step - first) if step > first else None
         fitted: dict[str, float] = {}
         if stage == "fit":
-            fitted = {name: getattr(seen, name) for name in ("loss", "mass_kept", "far_kept", "dominance")}
+            known = {name: getattr(seen, name) for name in ("loss", "mass_kept", "far_kept", "dominance")}
+            fitted = {name: value for name, value in known.items() if value is not None}
             log({f"{name}/layer {seen.layer}": value for name, value in fitted.items()}, step=step)
         phase = f"{stage}, layer {seen.layer}" if seen.layer else stage
-        left = None if pace is None else pace * (steps - step)
-        report(Progress(phase, step, steps, seconds_left=left, warning=seen.warning, **fitted))
+        if pace is not None:
+            fitted["seconds_left"] = pace * (steps - step)
+            fitted["tokens_per_second"] = of_step.get(stage, world_size()) * blocks.tokens.shape[1] / pace
+        report(Progress(phase, step, steps, warning=seen.warning, **fitted))
 
     with tracked(options.report_to, out / LOGS) as log:
         last = fit_mass(
             lens, blocks.tokens, options, domains=blocks.domains, checkpoints=out / CHECKPOINTS, report=on_progress
         )
+        if is_first_process() and is_decoder(lens.model):
+            lens.mode = "soft"
+            looked = asdict(look(lens, watched))
+            log(looked, step=len(last) * max((seen.steps for seen in last.values()), default=0))
+            report(Progress("fitted", 1, 1, **looked))
     return {f"layer {name}": [seen.loss] for name, seen in last.items()}
 
 

@@ -281,9 +281,14 @@ def test_the_mass_objective_is_fitted_by_the_same_call(tmp_path):
     seen = []
     fit(tmp_path / "out", MassOptions(steps=4, query_steps=2, rows=8), model, focus=focus, report=seen.append)
     assert any(each.mass_kept for each in seen)
-    assert {each.phase.partition(",")[0] for each in seen} == {"capture", "fit", "weigh"}
+    assert {each.phase.partition(",")[0] for each in seen} == {"capture", "fit", "weigh", "fitted"}
     assert all(0 < each.step <= each.steps for each in seen)
     assert seen[-1].step == seen[-1].steps
+    assert all(each.tokens_per_second > 0 for each in seen if each.seconds_left is not None)
+    assert sum(each.tokens_per_second is not None for each in seen) > 3
+    last = seen[-1]
+    assert last.soft_loss != last.hard_loss
+    assert None not in (last.soft_loss, last.hard_loss, last.mass_kept, last.far_kept, last.dominance)
     load(tiny_model("llama", dtype=torch.float32), tmp_path / "out")
 
 

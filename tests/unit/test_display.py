@@ -32,13 +32,15 @@ def test_where_nothing_can_be_written_over_a_line_comes_now_and_then(capsys, mon
         for step in range(1, 7):
             shown.report(Progress("fit, layer 2", step, 6, 1.5))
             now += display.PAUSE / 2
-        now += display.PAUSE
-        shown.on_run("books/emma.txt", "top_k 1")
+        shown.report(Progress("fitted", 1, 1, hard_loss=0.0))  # a stage tells where it begins
+        for setting in ("dense", "top_k 1"):
+            shown.on_run("books/emma.txt", setting)
     assert capsys.readouterr().err.splitlines() == [
         "1/6 fit, layer 2, loss 1.500",
         "3/6 fit, layer 2, loss 1.500",
         "5/6 fit, layer 2, loss 1.500",
-        "1/? measuring emma.txt, top_k 1",
+        "1/1 fitted, hard 1.00",
+        "1/? measuring emma.txt, dense",
     ]
 
 
