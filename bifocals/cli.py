@@ -347,7 +347,8 @@ def evaluate(
     """Perplexity of MODEL with a lens, between the model as it is and its window and sinks alone.
 
     recovered: the share of what window and sinks lose that the lens brings back, with its 95% interval over blocks.
-    dominance: the largest group of the worst head, in fair shares of the keys in groups.
+    far kept: the mean over blocks, and the most of any. dominance: the largest group of the worst head in the worst
+    block, in fair shares of the keys in groups.
     """
     from bifocals import load
     from bifocals.benchmarks import measuring
@@ -391,12 +392,13 @@ def print_perplexity(result: dict[str, Any], groups: int) -> None:
     for row in [*result["rows"], *({"text": "mean", **row} for row in result["mean"])]:
         low, high = row.get("interval") or (0, 0)
         interval = f" ({100 * low:.1f} to {100 * high:.1f})" if low < high else ""  # one block has none
+        most = row.get("most_far_kept")
         table.add_row(
             escape(Path(row["text"]).name),
             row["setting"],
             _shown(row.get("perplexity"), ".2f"),
             _shown(row.get("recovered"), ".1%") + interval,
-            _shown(row.get("far_kept"), ".1%"),
+            _shown(row.get("far_kept"), ".1%") + (f" ({most:.1%})" if most else ""),
             _shown(row.get("pairs_kept"), ".1%"),
             _shown(row["dominance"] * groups if "dominance" in row else None, ".2f"),
         )

@@ -59,7 +59,8 @@ def waiting_table(folder: Path) -> str:
 def quality_table(folder: Path) -> str:
     """What the shipped lens keeps of the base's quality, one line for each text, length and top_k."""
     lines = [
-        "| tokens | text | dense | window + sinks | top_k | Focus | far pairs kept | gap recovered (95%) | dominance |",
+        "| tokens | text | dense | window + sinks | top_k | Focus | far pairs kept (most) | gap recovered (95%) "
+        "| dominance |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(folder.glob("quality*.json")):
@@ -74,9 +75,10 @@ def quality_table(folder: Path) -> str:
             dense, window, own = (f"{each:.2f}" if each else "" for each in (*perplexities, row.get("perplexity")))
             top_k = row["setting"].split()[-1]
             interval = f" ({low:.1%} to {high:.1%})" if low < high else ""  # one block has none
+            far = f"{row['far_kept']:.1%} ({row['most_far_kept']:.1%})"
             lines.append(
                 f"| {stored['length']:,} | {_text_name(text)} | {dense} | {window} | {top_k} | {own} "
-                f"| {row['far_kept']:.1%} | {row['recovered']:.1%}{interval} | {row['dominance'] * groups:.2f} |"
+                f"| {far} | {row['recovered']:.1%}{interval} | {row['dominance'] * groups:.2f} |"
             )
     return "\n".join(lines)
 

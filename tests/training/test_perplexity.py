@@ -65,17 +65,21 @@ def test_a_text_that_misses_no_far_pair_has_nothing_to_recover(tmp_path):
     json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)
 
 
-def test_dominance_counts_the_keys_in_groups_alone():
+def test_dominance_is_of_the_worst_block_and_counts_the_keys_in_groups_alone():
     model = tiny_model("llama")
     lens = attach(model, FocusConfig.network(groups=4, window=4, sinks=1, dim=4, idle=0.5))
     blocks = blocks_of(1)
     for router in lens.routers.values():
         router.bars.fill_(0.3)
-    row = evaluate(model, Blocks(blocks.tokens[:1], blocks.domains[:1], blocks.names), (1,))["rows"][-1]
+    row = evaluate(model, blocks, (1,))["rows"][-1]
     lens.top_k = 1
-    found = lens.measure(blocks.tokens[:1])
-    assert row["dominance"] == pytest.approx(found.dominance)
-    assert row["dominance_by_layer"] == pytest.approx({name: each.dominance for name, each in found.layers.items()})
+    found = [lens.measure(block[None]) for block in blocks.tokens]
+    assert len(found) > 1
+    assert row["dominance"] == max(each.dominance for each in found)
+    assert row["dominance_by_layer"] == {
+        name: max(each.layers[name].dominance for each in found) for name in found[0].layers
+    }
+    assert row["most_far_kept"] == max(each.far_kept for each in found) > row["far_kept"]
 
 
 def test_the_window_end_is_a_model_that_sees_its_window_and_sinks_alone():
