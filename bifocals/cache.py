@@ -36,6 +36,11 @@ class Companion(Memory):
         """
         return self.remembered.update(groups, sums)[0]
 
+    def sizes(self, counted: Tensor) -> Tensor:
+        groups = self.remembered.keys
+        assert groups is not None, "the groups of keys are remembered before they are asked for"
+        return ((groups > 0) & counted[:, None, :, None]).sum(dim=2)
+
     def last_sums(self) -> Tensor | None:
         sums = self.remembered.values
         return None if sums is None or sums.numel() == 0 else sums[:, :, -1:]

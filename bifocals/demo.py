@@ -80,7 +80,7 @@ def _fitted_lens(loaded: Loaded, console: Console, report: Report) -> Lens:
     from bifocals.training.run import train
 
     console.print("Fitting a small lens: 8 sequences of 1,024 tokens of Python's documentation ...")
-    options = MassOptions(steps=60, query_steps=30, rows=128, stir=0.0, weigh=0)
+    options = MassOptions(steps=60, query_steps=30, rows=128, weigh=0)
     start = time.perf_counter()
     with TemporaryDirectory() as folder:
         train(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -23,6 +23,7 @@ from bifocals.backends import native
 from bifocals.backends.call import attend
 from bifocals.config import FocusConfig
 from bifocals.filed import Filed, Numbers
+from bifocals.fullness import Course, piece_start
 from bifocals.growing import Growing, GrowingArray, is_writable
 from bifocals.memory import Memory
 from bifocals.quick_router import QuickRouter
@@ -36,9 +37,15 @@ POSTPONED = 32  # near keys, at most, whose groups are not found yet
 class Later:
     """What a new token's key is routed by, and the router as it then was: for when its groups are asked for."""
 
-    routed: tuple[Shaped[Tensor, "... 1 _"], ...]
+    routed: Shaped[Tensor, "... 1 _"]
     router: QuickRouter
     top_k: int
+    place: Int[Tensor, "#batch 1"] | None  # in its sequence; None where no group is ever full
+
+    @property
+    def rows(self) -> int:
+        """That have a place of their own; 0 where no group is ever full."""
+        return 0 if self.place is None else len(self.place)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Later":
         """Itself: it never changes, and a copy of the cache copies no lens."""
@@ -130,23 +137,37 @@ class GroupedLayer(Memory, DynamicLayer):
             self._sums.append(sums)
         elif sums is not None:
             self._sums = Growing(sums)
-        if isinstance(holds, Later) and is_real is None and self._numbers is not None:
+        if isinstance(holds, Later):
             self._later.append(holds)
             if len(self._later) > min(self.focus.window, POSTPONED):
                 self._settle()
         else:
             self._settle()
-            holds = holds.router.holds(*holds.routed, top_k=holds.top_k) if isinstance(holds, Later) else holds
             self._number(holds, is_real)
 
     def _settle(self) -> None:
         """Find the groups that were left for later."""
-        for _, alike in groupby(self._later, key=lambda later: (id(later.router), later.top_k)):
+        later, self._later = self._later, []
+        for (_, top_k, rows), alike in groupby(later, lambda one: (id(one.router), one.top_k, one.rows)):
             some = list(alike)
-            routed = [torch.cat(each, dim=-2) for each in zip(*(later.routed for later in some))]
-            with without_autocast(routed[0]):
-                self._number(some[0].router.holds(*routed, top_k=some[0].top_k), None)
-        self._later = []
+            routed = torch.cat([one.routed for one in some], dim=-2)
+            course = None if rows == 0 else self._course([one.place for one in some])
+            with without_autocast(routed):
+                self._number(some[0].router.holds(routed, top_k, course), None)
+
+    def _course(self, places: list[Any]) -> Course:
+        """Of new tokens after those whose groups are known; padding is in none."""
+        place = torch.cat(places, dim=1)
+        of_known = torch.arange(self.known) - self.known + place[:, :1]
+        is_before = of_known < piece_start(place[:, :1])
+        return Course(place, None, self.sizes(is_before), self.sizes(~is_before))
+
+    def sizes(self, counted: Bool[Tensor, "#batch known"]) -> Int[Tensor, "batch router group"]:
+        """How many of the keys that count are in each group."""
+        self._settle()
+        numbers = np.where(counted.cpu().numpy()[:, None], self._known_numbers(), 0)
+        found = np.stack([(numbers == group).sum(axis=-1) for group in range(1, self.focus.groups + 1)], axis=-1)
+        return torch.from_numpy(found).to(self._some_keys().device)
 
     def _number(self, holds: Bool[Tensor, "batch router new group"], is_real: Bool[Tensor, "batch new"] | None) -> None:
         is_in = holds.cpu().numpy()

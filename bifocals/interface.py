@@ -63,7 +63,7 @@ class BasePattern(NamedTuple):
             return position
         if self.kind == "packed":
             return position - segment_starts(known + new, self.segments, device)[:, known:]
-        return ((self.segments >= 0).cumsum(dim=1) - 1).clamp(min=0)[:, known:]
+        return ((self.segments >= 0).cumsum(dim=1) - 1).clamp(min=0)[:, known : known + new]
 
     def contiguous(self) -> Tensor:
         """What transformers asks of masks that it makes ahead of a static cache."""

@@ -18,14 +18,15 @@ from bifocals.config import FocalConfig, FocusConfig
 from bifocals.families import Site
 from bifocals.focal import ConstantTemperature, LearnedTemperature
 from bifocals.focus import focus_attention, soft_focus_attention
+from bifocals.fullness import Course, piece_start
 from bifocals.gated import gated_focus_attention
 from bifocals.grouped import GroupedLayer, Later
 from bifocals.interface import NAME, BasePattern, Mode, base_attention, cross_attention, focus_over_all_pairs
 from bifocals.network import AnyRouter, NetworkRouter
-from bifocals.quick_router import QuickRouter, may_route_quickly, of_keys, quick_router
+from bifocals.quick_router import QuickRouter, may_route_quickly, quick_router
 from bifocals.routing import Router
 from bifocals.segments import segment_starts
-from bifocals.tape import Tape
+from bifocals.tape import NearOnly, Tape
 
 
 @dataclass(slots=True)
@@ -137,13 +138,13 @@ class LayerLens(nn.Module):
         how: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout": dropout, "temperature": temperature}
         if self.is_cross:
             return cross_attention(query, key, value, pattern, **how)
-        routed = self._routed(hidden, pattern, 0 if memory is None else memory.known)
+        routed = self._routed(hidden)
         if self.settings.capture is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            taken = Taken(routed[:2], query, key, pattern, scale, softcap, temperature)
+            taken = Taken(routed, query, key, pattern, scale, softcap, temperature)
             self.settings.capture.take(self.name, taken)
             return base_attention(query, key, value, pattern, **how)
-        reads, holds = (None, None) if self.router is None else self._route(routed, real, memory)
+        reads, holds = (None, None) if self.router is None else self._route(routed, real, memory, pattern)
         if isinstance(memory, GroupedLayer):
             assert reads is not None
             assert holds is not None
@@ -167,8 +168,8 @@ class LayerLens(nn.Module):
         if self.focus is None:
             return self.settings.name, "on", 0
         mode, top_k = self.settings.mode, self.settings.top_k
-        # And a key may be idle, in no group, unless all groups are read.
-        is_told_apart = self.focus.sides == "same" or (self.focus.idle > 0 and top_k == self.focus.groups)
+        # With networks, keys may be idle, in no group, and groups full, unless all groups are read.
+        is_told_apart = self.focus.sides == "same" or (self.focus.score == "network" and top_k == self.focus.groups)
         return self.settings.name, mode, top_k if is_told_apart and mode in ("sparse", "hard") else 0
 
     def _memory(self, past: Cache, key: Tensor, pattern: BasePattern, new: int) -> Companion | GroupedLayer:
@@ -188,8 +189,8 @@ class LayerLens(nn.Module):
             )
         return memory
 
-    def _routed(self, hidden: Tensor, pattern: BasePattern, known: int) -> tuple[Tensor, ...]:
-        """What the router looks at: hidden states; or queries, keys and their places, (batch, head, length, dim)."""
+    def _routed(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the router looks at: hidden states; or queries and keys, (batch, head, length, dim)."""
         if self.features is None:
             return (hidden,)
         query, key = self.seen.query, self.seen.key
@@ -202,8 +203,28 @@ class LayerLens(nn.Module):
         return (
             query.reshape(-1, length, self.heads, query.shape[2:].numel() // self.heads).transpose(1, 2),
             key.reshape(-1, length, self.kv_heads, key.shape[2:].numel() // self.kv_heads).transpose(1, 2),
-            pattern.places(known, length, hidden.device)[:, None, :, None],
         )
+
+    def _may_be_full(self, pattern: BasePattern) -> bool:
+        """With networks that were fitted so; not under a sliding window, whose cache forgets what groups it held."""
+        if not isinstance(self.router, NetworkRouter) or pattern.reach is not None:
+            return False
+        return torch.compiler.is_compiling() or bool(self.router.steepness.any())
+
+    def _course(
+        self, pattern: BasePattern, new: Tensor, real: Tensor | None, memory: Companion | GroupedLayer | None
+    ) -> Course | None:
+        """Of the new tokens; None where no group is ever full."""
+        if not self._may_be_full(pattern):
+            return None
+        known = 0 if memory is None else memory.known
+        place = pattern.places(known, new.shape[-2], new.device)
+        if memory is None or known == 0:
+            return Course(place, real)
+        of_known = pattern.places(0, known, new.device)
+        is_before = of_known < piece_start(place[:, :1])
+        is_real = torch.ones_like(is_before) if pattern.segments is None else pattern.segments[:, :known] >= 0
+        return Course(place, real, memory.sizes(is_before & is_real), memory.sizes(~is_before & is_real))
 
     @staticmethod
     def _may_step(
@@ -232,7 +253,11 @@ class LayerLens(nn.Module):
         return memory.attend(query, reads, pattern.starts, scale)
 
     def _route(
-        self, routed: tuple[Tensor, ...], real: Tensor | None, memory: Companion | GroupedLayer | None
+        self,
+        routed: tuple[Tensor, ...],
+        real: Tensor | None,
+        memory: Companion | GroupedLayer | None,
+        pattern: BasePattern,
     ) -> tuple[Tensor, Tensor | Later]:
         """The gates (soft), those of the groups kept (sparse) or the groups (hard) of the new tokens, on both sides."""
         assert self.router is not None
@@ -243,21 +268,29 @@ class LayerLens(nn.Module):
                 "ones. Use balance='causal', or use_cache=False."
             )
         tape, top_k = self.settings.tape, self.settings.top_k
+        if self.settings.mode == "hard" and isinstance(tape, NearOnly):
+            new = routed[0]
+            return tape.nothing(self.name, new.shape[0], new.shape[-2], self.focus.groups, new.device)
         if self.settings.mode == "hard" and tape is None and may_route_quickly(self.router, routed[0]):
-            return self._route_quickly(routed, memory)
+            return self._route_quickly(routed, real, memory, pattern)
+        course = None if self.settings.mode == "soft" else self._course(pattern, routed[0], real, memory)
         with without_autocast(routed[0]):
-            routing = self.router(*routed, is_real=real)
+            routing = self.router(*routed, *(() if self.features is None else (course,)), is_real=real)
         if self.settings.mode == "soft":
             return routing.gates()
         groups: tuple[Tensor, Tensor]
         groups = routing.groups(top_k) if tape is None else tape.pass_on(self.name, routing, top_k, real)
         if self.settings.mode == "hard":
             return groups
-        reads, holds = (torch.where(member, gate, 0.0) for member, gate in zip(groups, routing.gates()))
+        reads, holds = (torch.where(member, gate, 0.0) for member, gate in zip(groups, routing.sorted_gates(top_k)))
         return reads, holds
 
     def _route_quickly(
-        self, routed: tuple[Tensor, ...], memory: Companion | GroupedLayer | None
+        self,
+        routed: tuple[Tensor, ...],
+        real: Tensor | None,
+        memory: Companion | GroupedLayer | None,
+        pattern: BasePattern,
     ) -> tuple[Tensor, Tensor | Later]:
         """The groups alone; those of a single key that is going to be filed not before they are asked for."""
         is_step = routed[0].shape[-2] == 1 and memory is not None and memory.known > 0
@@ -265,11 +298,15 @@ class LayerLens(nn.Module):
             self.quick_router = None  # weights may change unseen between one prompt and the next
         quick, top_k = self._quick_router(), self.settings.top_k
         assert self.focus is not None
-        if is_step and isinstance(memory, GroupedLayer) and self.focus.sides == "separate":
+        is_grouped = isinstance(memory, GroupedLayer) and self.focus.sides == "separate"
+        if is_step and is_grouped and pattern.starts is not None:
+            assert memory is not None
+            place = None
+            if self._may_be_full(pattern):
+                place = torch.tensor([[memory.known - start] for start in pattern.starts or (0,)])
             # A copy: what a model routes may be its caller's, who writes the next token there.
-            copied = tuple(each.clone() for each in of_keys(routed))
-            return quick.reads(routed[0], top_k), Later(copied, quick, top_k)
-        return quick.membership(*routed, top_k=top_k)
+            return quick.reads(routed[0], top_k), Later(routed[-1].clone(), quick, top_k, place)
+        return quick.membership(routed, top_k, self._course(pattern, routed[0], real, memory))
 
     def _quick_router(self) -> QuickRouter:
         """Prepared for each prompt, and whenever weights have changed."""

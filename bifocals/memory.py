@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 Owner = tuple[object, ...]  # the lens's name, its mode and, where keys depend on it, top_k
@@ -23,6 +24,10 @@ class Memory:
     def is_whole(self) -> bool:
         """Whether the last step ended."""
         return self.get_seq_length() == self.known  # type: ignore[attr-defined]
+
+    def sizes(self, counted: Bool[Tensor, "#batch known"]) -> Int[Tensor, "batch router group"]:
+        """How many of the keys that count are in each group."""
+        raise NotImplementedError
 
     def last_sums(self) -> Tensor | None:
         """The running sums of the last token remembered."""

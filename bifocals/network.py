@@ -2,9 +2,9 @@
 
     x             the query or key of one head, before rotation, standardised: one token
     scores        s = x W + b + gelu(x V + c) U                        weights of their own for each head
-    keys          one group for each key-value head: argmax(s + jitter + potential)
-                  none if idle: if w, what they are foretold to be attended to from afar, is below a bar
-    jitter        strength exp(bar - w) sin(t J)                       J drawn; t: how many tokens came before
+    keys          one group for each key-value head: argmax(s + potential - fullness)
+                  none if idle: if what they are foretold to be attended to from afar is below a bar
+    fullness      steepness max(0, n / fair - 1)                       n_g: how many keys before are in group g
     queries       p = softmax(s), for each query head, over the groups and one class more: near or sink
     membership    a query reads every group with p >= threshold        none, some or all; a layer's own
 
@@ -12,25 +12,22 @@ p_g foretells the share of its attention that the query will spend on the far ke
 stays near reads nothing far, another reads many groups; the thresholds, one for each top_k, are calibrated so that
 queries read as many keys on average as top_k even groups of all keys would hold. Many keys are hardly ever attended to
 from afar: with those in no group, the others are told apart more finely. Where top_k is all groups, no key is idle.
-Groups that carry meaning are crowded by a text about one thing, and by a token that comes again and again. Most keys
-count for much in the size of a group and for little in what queries look for: jitter deals those over the groups, one
-after the other, and leaves the worthy ones where they belong.
+
+Potentials make groups even on the text they were found on; on any other, groups that are crowded lose score as it goes
+on (fullness.py).
 """
 
 import math
-import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from bifocals.config import FocusConfig
+from bifocals.fullness import Course, fullness
 from bifocals.routing import Balance, Router, Routing, top_groups, top_margin
-
-TURN = 1 << 24  # a whole turn of a wave
-Place = Int[Tensor, "... length 1"]  # how many tokens of the same sequence came before
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +35,15 @@ class NetworkRouting:
     """What the networks say of a sequence: log p of the queries, balanced scores of the keys."""
 
     query_scores: Float[Tensor, "batch head length group"]
-    key_scores: Float[Tensor, "batch kv_head length group"]
+    key_scores: Float[Tensor, "batch kv_head length group"]  # before any group was full
     thresholds: Float[Tensor, " group"]
     surplus: Float[Tensor, "batch kv_head length"] | None  # of the keys' worth over their bar: idle if negative
-    steepness: Float[Tensor, "*#batch kv_head #length"]  # of the keys' scores, with jitter over without
+    steepness: Float[Tensor, "kv_head 1"]
+    course: Course | None
+
+    def settled(self, holds: Bool[Tensor, "batch kv_head some group"]) -> "NetworkRouting":
+        """The same, if another run had sorted the first keys: groups are as full as it left them."""
+        return self if self.course is None else replace(self, course=replace(self.course, settled=holds))
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """How much a query reads each group and a key is in it: shares of what is far, so "near" has no gate."""
@@ -50,9 +52,13 @@ class NetworkRouting:
             of_keys = of_keys * self.surplus.sigmoid()[..., None]
         return self.query_scores.softmax(dim=-1), of_keys
 
+    def sorted_gates(self, top_k: int) -> tuple[Tensor, Tensor]:
+        """The same after keys gave way to full groups, for those that are kept."""
+        return replace(self, key_scores=self._lowered(top_k)).gates()
+
     def groups(self, top_k: int) -> tuple[Tensor, Tensor]:
         """The groups that queries read and keys are in."""
-        holds, surplus = top_groups(self.key_scores, 1), self._surplus(top_k)
+        holds, surplus = top_groups(self._lowered(top_k), 1), self._surplus(top_k)
         if surplus is not None:
             holds = holds & (surplus >= 0)[..., None]
         return self.query_scores >= self.thresholds[top_k - 1].log(), holds
@@ -60,8 +66,7 @@ class NetworkRouting:
     def margins(self, top_k: int) -> tuple[Tensor, Tensor]:
         """By how much, in scores, the decisions were taken: for queries and for keys, (batch, head, length)."""
         from_threshold = self.query_scores.detach() - self.thresholds[top_k - 1].log()
-        of_keys, surplus = top_margin(self.key_scores, 1), self._surplus(top_k)
-        of_keys = of_keys / self.steepness  # where jitter is strong, rounding a worth does much to the scores
+        of_keys, surplus = top_margin(self._lowered(top_k), 1), self._surplus(top_k)
         if surplus is not None:
             from_bar = surplus.detach().abs()
             of_keys = torch.where(surplus >= 0, torch.minimum(of_keys, from_bar), from_bar)
@@ -69,6 +74,15 @@ class NetworkRouting:
 
     def _surplus(self, top_k: int) -> Tensor | None:
         return None if top_k == len(self.thresholds) else self.surplus
+
+    def _lowered(self, top_k: int) -> Tensor:
+        """The scores of the keys, lower for full groups; where all groups are read, nobody asks in which a key is."""
+        scores = self.key_scores
+        if self.course is None or top_k == len(self.thresholds):
+            return scores
+        surplus = self._surplus(top_k)
+        is_held = torch.ones_like(scores[..., 0], dtype=torch.bool) if surplus is None else surplus >= 0
+        return scores - fullness(scores.detach(), is_held, self.steepness, self.course)
 
 
 class HeadNetworks(nn.Module):
@@ -102,38 +116,6 @@ class HeadNetworks(nn.Module):
         return x @ linear + bias + gelu(x @ inward + inward_bias) @ outward
 
 
-class Jitter(nn.Module):
-    """Waves over the places of a sequence, one for each group, and how strong they are: not at all until fitted.
-
-    They have unrelated lengths: each group is on top for its share of the places, whatever the text.
-    """
-
-    waves: Tensor  # how far they turn from a place to the next, in 1 / TURN: whole numbers, exact at any place
-    strength: Tensor
-
-    def __init__(self, heads: int, outputs: int) -> None:
-        super().__init__()
-        drawn = random.Random(0)  # the same for all routers, so that no file has to hold them
-        waves = [[int(drawn.random() * TURN) for _ in range(outputs)] for _ in range(heads)]
-        self.register_buffer("waves", torch.tensor(waves), persistent=False)
-        self.register_buffer("strength", torch.zeros(heads, 1))
-
-    @torch.no_grad()
-    def forward(
-        self, place: Place, surplus: Float[Tensor, "*batch head length"] | None, dtype: torch.dtype
-    ) -> Float[Tensor, "*batch head length outputs"]:
-        turned = (place * self.waves[:, None]) % TURN
-        return self.strengths(surplus, dtype)[..., None] * (turned.to(dtype) * (math.tau / TURN)).sin()
-
-    @torch.no_grad()
-    def strengths(
-        self, surplus: Float[Tensor, "*batch head length"] | None, dtype: torch.dtype
-    ) -> Float[Tensor, "*batch head #length"]:
-        """Of each key; where keys have no worth, all the same."""
-        strength = self.strength.to(dtype)
-        return strength if surplus is None else strength * (-surplus).exp().clamp(max=1)
-
-
 class NetworkRouter(Balance):
     """Queries and keys of each head -> scores for each group.
 
@@ -145,14 +127,15 @@ class NetworkRouter(Balance):
 
     thresholds: Tensor
     bars: Tensor
+    steepness: Tensor
 
     def __init__(self, heads: int, kv_heads: int, inputs: int, config: FocusConfig) -> None:
         super().__init__(kv_heads, config)
         self.queries = HeadNetworks(heads, inputs, config.dim, config.groups + 1)
         self.keys = HeadNetworks(kv_heads, inputs, config.dim, config.groups)
         self.worth = HeadNetworks(kv_heads, inputs, max(1, config.dim // 4), 1) if config.idle > 0 else None
-        self.jitter = Jitter(kv_heads, config.groups)
         self.register_buffer("bars", torch.zeros(kv_heads, 1))
+        self.register_buffer("steepness", torch.zeros(kv_heads, 1))  # no group is lowered until it is fitted
         # Until they are calibrated: half the groups where p is even, all of them at the end of the dial.
         shares = torch.arange(1, config.groups + 1) / config.groups
         self.register_buffer("thresholds", 2 * (1 - shares) / (config.groups + 1))
@@ -164,12 +147,10 @@ class NetworkRouter(Balance):
         return (self.queries(query) / self.config.tau).log_softmax(dim=-1)
 
     def key_scores(
-        self, key: Float[Tensor, "*batch kv_head length dim"], place: Place | None = None
+        self, key: Float[Tensor, "*batch kv_head length dim"]
     ) -> Float[Tensor, "*batch kv_head length group"]:
-        """Before the potentials; without ``place``, of a whole sequence."""
-        scores = self.keys(key) / self.config.tau
-        place = torch.arange(key.shape[-2], device=key.device)[:, None] if place is None else place
-        return scores + self.jitter(place, self.surplus(key), scores.dtype)
+        """Before the potentials."""
+        return self.keys(key) / self.config.tau
 
     def surplus(self, key: Float[Tensor, "*batch kv_head length dim"]) -> Float[Tensor, "*batch kv_head length"] | None:
         """How much more a key is worth than its bar; None where no key is ever idle."""
@@ -182,26 +163,26 @@ class NetworkRouter(Balance):
         self,
         query: Float[Tensor, "batch head length dim"],
         key: Float[Tensor, "batch kv_head length dim"],
-        place: Place | None = None,
+        course: Course | None = None,
         is_real: Bool[Tensor, "batch length"] | None = None,
     ) -> NetworkRouting:
-        """Scores of both sides; ``is_real`` is False at padding, which no balance counts."""
-        key_scores = self.key_scores(key, place)
+        """Scores of both sides; without a ``course`` no group is ever full. No balance counts what is not real."""
+        key_scores = self.key_scores(key)
         weights = None if is_real is None else is_real[:, None].to(key_scores.dtype)
-        surplus = self.surplus(key)
         return NetworkRouting(
             self.query_scores(query)[..., :-1],
             self.balanced(key_scores, weights),
             self.thresholds.to(key_scores.dtype),
-            surplus,
-            1 + self.jitter.strengths(surplus, key_scores.dtype),
+            self.surplus(key),
+            self.steepness.to(key_scores.dtype),
+            course,
         )
 
     def membership(
-        self, query: Tensor, key: Tensor, place: Place | None = None, *, top_k: int | None = None
+        self, query: Tensor, key: Tensor, course: Course | None = None, *, top_k: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """The hard groups of queries and keys."""
-        return self(query, key, place).groups(self.config.top_k if top_k is None else top_k)
+        return self(query, key, course).groups(self.config.top_k if top_k is None else top_k)
 
 
 AnyRouter = Router | NetworkRouter

@@ -5,15 +5,14 @@ product or two with joined weights give all that decides, and the rest is done o
 compared in full: the length of a query changes no order.
 """
 
-import math
-
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.nn.functional import gelu, normalize
 
-from bifocals.network import TURN, AnyRouter, HeadNetworks, NetworkRouter
+from bifocals.fullness import Course, fullness
+from bifocals.network import AnyRouter, HeadNetworks, NetworkRouter
 from bifocals.routing import Membership, Router
 
 KeyMembership = Bool[Tensor, "batch key_router length group"]
@@ -30,15 +29,17 @@ class QuickRouter:
     def is_fresh(self) -> bool:
         return self.state == _state(self.router)
 
-    def membership(self, *routed: Tensor, top_k: int) -> tuple[Membership, KeyMembership]:
+    def membership(
+        self, routed: tuple[Tensor, ...], top_k: int, course: Course | None = None
+    ) -> tuple[Membership, KeyMembership]:
         """The groups that tokens read, and those that their keys are in."""
         reads = self.reads(routed[0], top_k)
-        return reads, reads if self.router.config.sides == "same" else self.holds(*of_keys(routed), top_k=top_k)
+        return reads, reads if self.router.config.sides == "same" else self.holds(routed[-1], top_k, course)
 
     def reads(self, routed: Tensor, top_k: int) -> Membership:
         raise NotImplementedError
 
-    def holds(self, *routed: Tensor, top_k: int) -> KeyMembership:
+    def holds(self, routed: Tensor, top_k: int, course: Course | None = None) -> KeyMembership:
         raise NotImplementedError
 
 
@@ -64,8 +65,10 @@ class CentroidQuickRouter(QuickRouter):
             return self._best(self._balanced(routed), top_k)
         return self._best(self._split((routed.to(self.reading.dtype) @ self.reading).numpy()), top_k)
 
-    def holds(self, *routed: Float[Tensor, "batch token hidden"], top_k: int) -> KeyMembership:
-        return self._best(self._balanced(routed[0]), 1)
+    def holds(
+        self, routed: Float[Tensor, "batch token hidden"], top_k: int, course: Course | None = None
+    ) -> KeyMembership:
+        return self._best(self._balanced(routed), 1)
 
     def _balanced(self, hidden: Float[Tensor, "batch token hidden"]) -> np.ndarray:
         """The scores of the keys, (batch, token, router, group)."""
@@ -104,8 +107,8 @@ class NetworkQuickRouter(QuickRouter):
         self.bars = router.thresholds.to(precision).log().tolist()
         self.potential = router.potential.to(precision).numpy().copy()[:, None]
         self.key_bars = router.bars.to(precision).numpy().copy()
-        self.waves = router.jitter.waves.numpy().copy()[:, None]
-        self.strength = router.jitter.strength.to(precision).numpy().copy()
+        self.steepness = router.steepness.to(precision, copy=True)
+        self.may_be_full = bool(self.steepness.any())
 
     def reads(self, routed: Float[Tensor, "batch head token dim"], top_k: int) -> Membership:
         scores = self.reading(routed) / self.router.config.tau
@@ -113,20 +116,18 @@ class NetworkQuickRouter(QuickRouter):
         total = top + np.log(np.exp(scores - top).sum(axis=-1, keepdims=True))
         return _by_row(scores[..., :-1] - total >= self.bars[top_k - 1], routed)
 
-    def holds(self, *routed: Tensor, top_k: int) -> KeyMembership:
-        """Of keys, (batch, kv_head, token, dim), and their places."""
-        key, place = routed
-        found, groups = self.holding(key), len(self.one)
+    def holds(
+        self, routed: Float[Tensor, "batch kv_head token dim"], top_k: int, course: Course | None = None
+    ) -> KeyMembership:
+        found, groups = self.holding(routed), len(self.one)
         scores = found[..., :groups] / self.router.config.tau + self.potential
-        surplus = None if self.router.worth is None else found[..., groups] - self.key_bars
-        strength = self.strength if surplus is None else self.strength * np.exp(np.minimum(-surplus, 0))
-        places = place.expand(len(key), -1, -1, -1).reshape(1, -1, 1).numpy()
-        turned = (places * self.waves % TURN).astype(scores.dtype)
-        scores += strength[..., None] * np.sin(turned * scores.dtype.type(math.tau / TURN))
-        holds = self.one[scores.argmax(axis=-1)]
-        if surplus is not None and top_k < groups:
-            holds = holds & (surplus >= 0)[..., None]
-        return _by_row(holds, key)
+        is_held = np.ones(scores.shape[:-1], dtype=bool)
+        if self.router.worth is not None and top_k < groups:
+            is_held = found[..., groups] >= self.key_bars
+        if course is not None and self.may_be_full and top_k < groups:
+            by_row = _by_row(scores, routed), _by_row(is_held[..., None], routed)[..., 0]
+            scores -= fullness(*by_row, self.steepness, course).transpose(0, 1).flatten(1, 2).numpy()
+        return _by_row(self.one[scores.argmax(axis=-1)] & is_held[..., None], routed)
 
 
 class _Networks:
@@ -155,15 +156,10 @@ def _standardising(side: HeadNetworks, weight: Tensor, bias: Tensor, precision: 
     return weight / deviation.mT, bias - mean / deviation @ weight
 
 
-def _by_row(member: np.ndarray, routed: Tensor) -> Membership:
-    """(head, batch * token, group) -> (batch, head, token, group)"""
+def _by_row(found: np.ndarray, routed: Tensor) -> Shaped[Tensor, "batch head token any"]:
+    """(head, batch * token, any) -> (batch, head, token, any)"""
     batch, heads, tokens, _ = routed.shape
-    return torch.from_numpy(member.reshape(heads, batch, tokens, -1).swapaxes(0, 1))
-
-
-def of_keys(routed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What decides the groups of keys: of networks all but the queries, of centroids the hidden states."""
-    return routed[1:] or routed
+    return torch.from_numpy(found.reshape(heads, batch, tokens, -1).swapaxes(0, 1))
 
 
 def quick_router(router: AnyRouter) -> QuickRouter:
@@ -180,7 +176,7 @@ def _weights(router: AnyRouter) -> list[Tensor]:
     found = [router.thresholds, router.potential, router.bars]
     for side in (router.queries, router.keys, *(() if router.worth is None else (router.worth,))):
         found += [side.linear, side.bias, side.inward, side.inward_bias, side.outward, side.mean, side.deviation]
-    return [*found, router.jitter.strength]
+    return [*found, router.steepness]
 
 
 def _state(router: AnyRouter) -> list[tuple[int, int]]:

@@ -280,3 +280,25 @@ def sinkhorn(scores: Float[Tensor, "... token group"], rounds: int) -> Float[Ten
         plan = plan / plan.sum(dim=-2, keepdim=True)
         plan = plan / plan.sum(dim=-1, keepdim=True)
     return plan
+
+
+def sort_keys(
+    scores: Float[Tensor, "token group"], is_held: Bool[Tensor, " token"], *, steepness: float, piece: int, slack: int
+) -> list[int]:
+    """The group of each key of one head and sequence, one after the other; a full group loses score.
+
+    Sizes count the keys that are held, up to the last multiple of ``piece``.
+    """
+    groups = scores.shape[1]
+    sizes, counted, chosen = [0] * groups, [0] * groups, []
+    for place in range(len(scores)):
+        if place % piece == 0:
+            counted = list(sizes)
+        fair = (sum(counted) + slack) / groups
+        lowered = [
+            score - steepness * max(0.0, size / fair - 1) for score, size in zip(scores[place].tolist(), counted)
+        ]
+        chosen.append(lowered.index(max(lowered)))
+        if is_held[place]:
+            sizes[chosen[-1]] += 1
+    return chosen

@@ -34,9 +34,17 @@ class Routing:
     key_scores: Scores
     is_shared: bool = False  # queries and keys are in the same groups
 
+    def settled(self, holds: Membership) -> "Routing":
+        """The same, if another run had sorted the first keys: here no key depends on others."""
+        return self
+
     def gates(self) -> tuple[Tensor, Tensor]:
         """How much a query reads each group and a key is in it."""
         return self.query_scores.softmax(dim=-1), self.key_scores.softmax(dim=-1)
+
+    def sorted_gates(self, top_k: int) -> tuple[Tensor, Tensor]:
+        """The same: here no key gives way."""
+        return self.gates()
 
     def groups(self, top_k: int) -> tuple[Tensor, Tensor]:
         """The groups that queries read and keys are in."""

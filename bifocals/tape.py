@@ -6,7 +6,6 @@ tape counts the tokens that the other run would have sorted otherwise, though th
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,24 +45,20 @@ class Tape:
 
     def pass_on(self, layer: str, routing: AnyRouting, top_k: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
         """The groups that the layer should use, given those that it would choose."""
-        groups = routing.groups(top_k)
-        # Padding decides nothing.
-        margins = [
-            margin if real is None else margin.masked_fill(~real[:, None], torch.inf)
-            for margin in routing.margins(top_k)
-        ]
         if self._played is not None:
-            return self._play(layer, groups, margins, self._played)
-        for kept, new in zip(self.tracks(), (*groups, *margins)):
-            kept[layer] = torch.cat([kept[layer], new], dim=2) if layer in kept else new
+            start = self._played[layer]
+            stop = self._played[layer] = start + routing.key_scores.shape[2]
+            kept = [track[layer][:, :, start:stop] for track in self.tracks()]
+            routing = routing.settled(kept[1])
+            return self._play(routing.groups(top_k), _margins(routing, top_k, real), *kept)
+        groups = routing.groups(top_k)
+        for track, new in zip(self.tracks(), (*groups, *_margins(routing, top_k, real))):
+            track[layer] = torch.cat([track[layer], new], dim=2) if layer in track else new
         return groups
 
     def _play(
-        self, layer: str, live: tuple[Tensor, Tensor], margins: list[Tensor], played: dict[str, int]
+        self, live: tuple[Tensor, Tensor], margins: list[Tensor], reads: Tensor, holds: Tensor, *recorded: Tensor
     ) -> tuple[Tensor, Tensor]:
-        start = played[layer]
-        stop = played[layer] = start + live[0].shape[2]
-        reads, holds, *recorded = (kept[layer][:, :, start:stop] for kept in self.tracks())
         length = reads.shape[2]
         for now, then, margin, margin_then in zip(live, (reads, holds), margins, recorded):
             differ = (now[:, :, :length] != then).any(dim=-1)
@@ -71,10 +66,18 @@ class Tape:
         return torch.cat([reads, live[0][:, :, length:]], dim=2), torch.cat([holds, live[1][:, :, length:]], dim=2)
 
 
-class NearOnly(Tape):
-    """Has every query read no group: near tokens and sinks alone."""
+def _margins(routing: AnyRouting, top_k: int, real: Tensor | None) -> list[Tensor]:
+    """Padding decides nothing."""
+    margins = routing.margins(top_k)
+    return [margin if real is None else margin.masked_fill(~real[:, None], torch.inf) for margin in margins]
 
-    def pass_on(self, layer: str, *others: Any) -> tuple[Tensor, Tensor]:
-        reads, holds = super().pass_on(layer, *others)
-        self.reads[layer] = torch.zeros_like(self.reads[layer])
-        return torch.zeros_like(reads), holds
+
+class NearOnly(Tape):
+    """Has every query read no group: near tokens and sinks alone, and nobody is asked for groups."""
+
+    def nothing(self, layer: str, batch: int, length: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The groups that new tokens read and are in: none."""
+        none = torch.zeros(batch, 1, length, groups, dtype=torch.bool, device=device)
+        for kept in (self.reads, self.holds):
+            kept[layer] = torch.cat([kept[layer], none], dim=2) if layer in kept else none
+        return none, none

@@ -28,6 +28,7 @@ from bifocals.training.mass import MassOptions
 from bifocals.training.options import TrainOptions
 from bifocals.training.run import Options, train
 
+LENGTH = 256  # enough for groups to be full now and then
 FITS: dict[str, Options] = {
     "lm": TrainOptions(steps=60, batch=2, save_every=3, watch_every=10),
     "distill": TrainOptions(objective="distill", steps=60, batch=2, save_every=3, watch_every=10),
@@ -39,7 +40,7 @@ FITS: dict[str, Options] = {
 def fit(out: Path, options: Options, *, resume: bool) -> dict[str, Any]:
     model = tiny_model("gpt2", dtype=torch.float32, attn_pdrop=0.1, resid_pdrop=0.1)
     focus = FocusConfig.network(groups=4, window=8, sinks=1, dim=8)
-    how: dict[str, Any] = {"focus": focus, "length": 64, "sequences": 8, "held_out": 1}
+    how: dict[str, Any] = {"focus": focus, "length": LENGTH, "sequences": 8, "held_out": 1}
     return train(model, tiny_tokenizer(), ["pydoc"], out, options, resume=resume, **how)
 
 

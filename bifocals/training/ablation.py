@@ -2,9 +2,9 @@
 
     python -m bifocals.training.ablation smollm2-135m --json results/ablation.json
 
-The recipe is that of the lens that ships, with every key in a group, no jitter and layers not weighed: networks on the
-base's queries and keys, fitted by mass. Parts that networks do not have (routers for each layer, the same groups on
-both sides) are changed in the recipe with centroids.
+The recipe is that of the lens that ships, with every key in a group, no group ever full and layers not weighed:
+networks on the base's queries and keys, fitted by mass. Parts that networks do not have (routers for each layer, the
+same groups on both sides) are changed in the recipe with centroids.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from bifocals.config import FocusConfig
 from bifocals.training.options import LoraOptions, MassOptions, TrainOptions
 from bifocals.training.study import WINDOW, Variant, command
 
-MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96, stir=0.0, weigh=0)
+MASS = MassOptions(steps=50, query_steps=20, batch=2, rows=96, budget=0.95, steepness=0.0, weigh=0)
 THROUGH_MODEL = TrainOptions(steps=8, batch=2, warm_up=2, watch_every=8)
 
 
@@ -33,11 +33,10 @@ def variants() -> Iterator[Variant]:
     for idle in (0.2, 0.5):
         yield Variant("idle", f"{idle:.0%} of the keys idle", networks(idle=idle), MASS)
         yield Variant("idle", f"{idle:.0%} of the keys idle, another seed", networks(idle=idle), replace(MASS, seed=1))
-    jitter, weighing = replace(MASS, stir=MassOptions().stir), replace(MASS, weigh=MassOptions().weigh)
-    yield Variant("jitter", "20% of the keys idle, others dealt out", networks(idle=0.2), jitter)
-    yield Variant(
-        "jitter", "20% of the keys idle, others dealt out, another seed", networks(idle=0.2), replace(jitter, seed=1)
-    )
+    filling = replace(MASS, steepness=MassOptions().steepness)
+    yield Variant("fullness", "full groups lose score", networks(), filling)
+    yield Variant("fullness", "full groups lose score, another seed", networks(), replace(filling, seed=1))
+    weighing = replace(MASS, weigh=MassOptions().weigh)
     yield Variant("thresholds", "layers weighed by what is at stake", networks(), weighing)
     yield Variant(
         "thresholds", "layers weighed by what is at stake, another seed", networks(), replace(weighing, seed=1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bifocals.fullness import Course
 from bifocals.layer import Taken
 from bifocals.lens import Lens, evaluating
 
@@ -29,6 +30,11 @@ class LayerCapture:
     )  # over the temperature, if any: (1 | head, row, 1)
     reach: int | None = None
     is_causal: bool = True
+
+    def course(self, sequence: int) -> Course | None:
+        """Of a sequence; None where groups are never full, under a sliding window."""
+        keys = self.key[sequence]
+        return None if self.reach is not None else Course.of_sequence(keys.shape[1], keys.device)
 
     def far_keys(self, rows: Tensor, length: int, window: int, sinks: int) -> Tensor:
         """True where a key is far from the query of a row, and the base reads it: (row, key)."""

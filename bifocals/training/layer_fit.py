@@ -1,7 +1,7 @@
 """The router of one layer, fitted by the mass objective on what was captured of the base.
 
 A network router goes through phases: worth, which finds the keys that nobody attends to from afar; soft, in which
-groups of the others form; hard (each key in its one group, with jitter, no group crowded); then potentials that make
+groups of the others form; hard (each key in its one group, no group crowded); then potentials that make
 the largest group of any domain as small as possible, and updates of the queries alone on the final groups. A centroid
 router has one phase.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bifocals.network import AnyRouter, NetworkRouter
 from bifocals.training.capture import LayerCapture
-from bifocals.training.even import even_groups, stir_groups
+from bifocals.training.even import even_groups, set_steepness
 from bifocals.training.mass_loss import (
     Update,
     by_group,
@@ -47,9 +47,9 @@ class MassProgress:
     layers_done: int
     layers: int
     loss: float = 0.0
-    mass_kept: float = 0.0
-    far_kept: float = 0.0
-    dominance: float = 0.0  # the largest group's share of the keys in groups
+    mass_kept: float | None = None  # while there are groups
+    far_kept: float | None = None
+    dominance: float | None = None  # the largest group's share of the keys in groups
     warning: str | None = None
 
 
@@ -101,7 +101,7 @@ class LayerFit:
     def run(self, step: int, state: dict[str, Tensor]) -> MassProgress:
         """From ``step`` on, with the state that was saved there."""
         router = self.router
-        self.shares = state.get("shares")
+        self.shares = state["shares"].to(self.device) if "shares" in state else None
         self.crowded = int(state.get("crowded", 0))
         moments = {name: each for name, each in state.items() if name.startswith("optimizer.")}
         if step == 0 and not self.options.is_new:
@@ -129,11 +129,19 @@ class LayerFit:
             self._standardise(router)
         if phase.name == ("soft" if self.options.is_new else "hard"):  # the first with groups
             set_bars(router, self.layer, self.text)
-            even_groups(router, self.layer, self.text, START_ROUNDS)
-        if phase.name == "hard":
-            stir_groups(router, self.layer, self.text, START_ROUNDS)
-        elif phase.name == "queries":
-            stir_groups(router, self.layer, self.text, FINAL_ROUNDS)
+        if phase.name in ("soft", "hard", "queries"):
+            even_groups(router, self.layer, self.text, FINAL_ROUNDS if phase.name == "queries" else START_ROUNDS)
+        if phase.name in ("hard", "queries"):
+            set_steepness(router, self.layer, self.text)
+            self.shares = self._shares(router)
+
+    def _shares(self, router: NetworkRouter) -> Tensor:
+        """Group sizes over the fair size, as they are now: (kv_head, group)."""
+        sizes = torch.zeros_like(router.potential)
+        for sequence, keys in enumerate(self.layer.routed_keys):
+            sizes += hard_groups(router, keys, self.layer.course(sequence)).sum(dim=1)
+        sum_over_processes(sizes)
+        return sizes / sizes.sum(dim=-1, keepdim=True).clamp(min=1) * self.groups
 
     def _updates(self, phase: Phase, first: int, moments: dict[str, Tensor], targets: list[Tensor]) -> None:
         """AdamW with a warm-up and a linear decay, from step ``first`` to the end of the phase."""
@@ -155,7 +163,7 @@ class LayerFit:
             loss.backward()
             sum_gradients(parameters)
             optimizer.step()
-            self._after(step + 1, pace, loss.detach(), updates)
+            self._after(phase, step + 1, pace, loss.detach(), updates)
             if (step + 1) % self.options.save_every == 0 and step + 1 < phase.last:
                 self.save(step + 1, _moments(optimizer, parameters) | self._balance_seen())
 
@@ -177,7 +185,10 @@ class LayerFit:
         if phase.name == "queries":
             return query_update(self.router, rows, target)
         is_hard = phase.name == "hard"
-        return network_update(self.router, rows, keys, target, is_hard=is_hard or progress >= 0.5, is_strict=is_hard)
+        return network_update(
+            self.router, rows, keys, target, self.layer.course(sequence),
+            is_hard=is_hard or progress >= 0.5, is_strict=is_hard,
+        )  # fmt: skip
 
     def _target(self, phase: Phase, sequence: int) -> Tensor:
         """What the rows of a phase learn from: their far attention or, on final groups, their mass in each of them."""
@@ -226,7 +237,9 @@ class LayerFit:
     @torch.no_grad()
     def _masses(self, router: NetworkRouter, attention: Tensor, sequence: int) -> Tensor:
         """What each row spends on each group, on idle keys and near: (head, row, group + 2)."""
-        of_groups = by_group(attention, hard_groups(router, self.layer.routed_keys[sequence]))
+        of_groups = by_group(
+            attention, hard_groups(router, self.layer.routed_keys[sequence], self.layer.course(sequence))
+        )
         far = attention.sum(dim=-1, keepdim=True, dtype=of_groups.dtype)
         return torch.cat([of_groups, far - of_groups.sum(dim=-1, keepdim=True), 1 - far], dim=-1)
 
@@ -235,7 +248,7 @@ class LayerFit:
         return found if self.shares is None else {**found, "shares": self.shares}
 
     @torch.no_grad()
-    def _after(self, step: int, pace: float, loss: Tensor, updates: list[Update]) -> None:
+    def _after(self, phase: Phase, step: int, pace: float, loss: Tensor, updates: list[Update]) -> None:
         """Move the potentials, watch the balance, report."""
         shares = [update.shares for update in updates if update.shares is not None]
         if shares:
@@ -252,6 +265,8 @@ class LayerFit:
                 self.router.potential.sub_(POTENTIAL_RATE * pace * (mean - 1).clamp(-1, 1.5))
         largest = 0.0 if self.shares is None else float(self.shares.amax())
         self.crowded = self.crowded + 1 if largest > COLLAPSED else 0
+        if phase.name == "soft":  # groups still form: if they are crowded, the next step tells
+            self.crowded = min(self.crowded, PATIENCE - 1)
         warning = None
         if self.crowded == PATIENCE:
             warning = REMEDY.format(limit=COLLAPSED, steps=PATIENCE, where=f" in layer {self.progress.layer}")
@@ -264,9 +279,9 @@ class LayerFit:
             self.progress,
             step=step,
             loss=float(kept[0]),
-            mass_kept=mass / max(all_mass, 1e-12),
-            far_kept=far / max(all_far, 1e-12),
-            dominance=largest / self.groups,
+            mass_kept=mass / max(all_mass, 1e-12) if all_far else None,
+            far_kept=far / all_far if all_far else None,
+            dominance=None if self.shares is None else largest / self.groups,
             warning=warning,
         )
         self.report(self.progress)
@@ -286,7 +301,7 @@ def initialise(router: AnyRouter, generator: torch.Generator) -> None:
         parameter.copy_(drawn * scale / fan_in**0.5)
     router.potential.zero_()
     if isinstance(router, NetworkRouter):
-        router.jitter.strength.zero_()
+        router.steepness.zero_()
 
 
 def _kept(updates: list[Update], groups: int, idle: float) -> list[float]:

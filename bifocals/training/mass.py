@@ -28,11 +28,12 @@ from bifocals.lens import Lens
 from bifocals.network import NetworkRouter
 from bifocals.training.capture import LayerCapture, capture_layers
 from bifocals.training.checkpoint import CheckpointError
+from bifocals.training.even import set_steepness
 from bifocals.training.layer_fit import LayerFit, MassProgress, Report
 from bifocals.training.options import MassOptions
 from bifocals.training.processes import process_number, processes_met, wait_for_all
 from bifocals.training.sequences import Sequences
-from bifocals.training.stakes import weigh_layers
+from bifocals.training.stakes import stakes_of, weigh_layers
 from bifocals.training.thresholds import calibrate_thresholds
 from bifocals.training.watch import log_warnings
 from bifocals.training.worth import set_bars
@@ -149,12 +150,15 @@ class _Fit:
         captured = self._capture()
         for name, router in self._networks().items():
             set_bars(router, captured[name], self.text)
+            if router.steepness.any():  # in deviations of its scores, which have changed
+                set_steepness(router, captured[name], self.text)
         self._set_thresholds(captured)
 
     def _set_thresholds(self, captured: dict[str, LayerCapture], turn: int = 0, gains: Tensor | None = None) -> None:
         """The same for all layers, and then by what is at stake in them, where the model predicts tokens."""
         networks, model = self._networks(), self.lens.model
-        calibrate_thresholds(networks, captured, self.text)
+        is_kept = self.text.options.weigh == 0 and not self.text.options.is_new
+        calibrate_thresholds(networks, captured, self.text, stakes_of(networks) if is_kept else None)
         predicts = isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
         if self.text.options.weigh == 0 or self.text.focus.groups == 1 or not predicts:
             return

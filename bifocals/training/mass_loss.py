@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, relu
 
+from bifocals.fullness import Course, fullness
 from bifocals.network import NetworkRouter
 from bifocals.routing import Router, sinkhorn_potentials, top_groups
 
@@ -33,17 +34,26 @@ class Update:
 
 
 def network_update(
-    router: NetworkRouter, rows: Tensor, keys: Tensor, attention: Tensor, *, is_hard: bool, is_strict: bool
+    router: NetworkRouter,
+    rows: Tensor,
+    keys: Tensor,
+    attention: Tensor,
+    course: Course | None = None,
+    *,
+    is_hard: bool,
+    is_strict: bool,
 ) -> Update:
     """Cross-entropy between what queries foretell and what they spend, plus what makes groups uneven.
 
-    ``is_hard``: a key counts for its one group, with the gradient of its gates. ``is_strict``: no group may be crowded.
+    ``is_hard``: a key counts for its one group, with the gradient of its gates. ``is_strict``: no group may be crowded,
+    not even if none were ever full, so that few keys have to give way.
     """
     scores = balanced_scores(router, keys)  # (kv_head, key, group)
     groups = scores.shape[-1]
     gates = scores.softmax(dim=-1)
-    hard = one_hot(scores.argmax(dim=-1), groups).to(gates.dtype)
-    held = held_keys(router, keys)[..., None].to(gates.dtype)
+    is_held = held_keys(router, keys)
+    hard = one_hot(_lowered(router, scores, is_held, course).argmax(dim=-1), groups).to(gates.dtype)
+    held = is_held[..., None].to(gates.dtype)
     mass = by_group(attention, held * (hard + gates - gates.detach() if is_hard else gates))
     foretold = router.query_scores(rows)
     entropy = -((mass * foretold[..., :-1]).sum(dim=-1) + (1 - mass.sum(dim=-1)) * foretold[..., -1]).mean()
@@ -98,9 +108,19 @@ def balanced_scores(router: NetworkRouter, keys: Tensor) -> Tensor:
     return scores + router.potential[:, None].to(scores.dtype)
 
 
-def hard_groups(router: NetworkRouter, keys: Tensor) -> Tensor:
+@torch.no_grad()
+def hard_groups(router: NetworkRouter, keys: Tensor, course: Course | None) -> Tensor:
     """Which group each key is in, if any: (kv_head, key, group)."""
-    return top_groups(balanced_scores(router, keys)[None], 1)[0] & held_keys(router, keys)[..., None]
+    is_held = held_keys(router, keys)
+    scores = _lowered(router, balanced_scores(router, keys), is_held, course)
+    return top_groups(scores[None], 1)[0] & is_held[..., None]
+
+
+def _lowered(router: NetworkRouter, scores: Tensor, is_held: Tensor, course: Course | None) -> Tensor:
+    """Of one sequence, (kv_head, key, group)."""
+    if course is None or not router.steepness.any():
+        return scores
+    return scores - fullness(scores.detach()[None], is_held[None], router.steepness.to(scores.dtype), course)[0]
 
 
 @torch.no_grad()

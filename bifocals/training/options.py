@@ -21,9 +21,13 @@ class MassOptions:
     rows: int = option(256, "Queries of a sequence that groups are formed from; as many more make them even.")
     rate: float = option(0.0, "Learning rate; 0 means 0.015 for networks and 0.005 for centroids.")
     query_rate: float = option(5e-3, "Learning rate of the updates of the queries alone.")
-    budget: float = option(0.92, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
-    stir: float = option(0.25, "Share of the far attention whose keys jitter may move, where it can; 0 for none.")
-    weigh: int = option(1, "Sequences of each source on which layers are weighed against each other; 0 for none.")
+    budget: float = option(0.93, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
+    steepness: float = option(
+        10.0, "What a group loses for each fair share of keys too many, in deviations of its scores; 0: nothing."
+    )
+    weigh: int = option(
+        1, "Sequences of each source on which layers are weighed against each other; 0: as they are, or all the same."
+    )
     is_new: bool = option(True, "Draw the routers anew; or go on from those of the lens, without the soft phase.")
     seed: int = option(0, "Of everything that is drawn.")
     save_every: int = option(100, "Steps between checkpoints.")
@@ -39,8 +43,8 @@ class MassOptions:
         expect(0 < self.query_rate < math.inf, "a finite query_rate > 0", self.query_rate, "0.005 is the default")
         expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
         expect(self.weigh >= 0, "weigh >= 0", self.weigh, "it counts sequences")
-        expect(0 <= self.stir <= 1, "stir in [0, 1]", self.stir, "0 is no jitter")
-        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.92 leaves room for unseen text")
+        expect(0 <= self.steepness < math.inf, "a finite steepness >= 0", self.steepness, "0: no group is ever full")
+        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.93 leaves room for unseen text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,12 @@ def weigh_layers(
     return dict(zip(networks, (stakes / stakes.max()).tolist()))
 
 
+def stakes_of(networks: dict[str, NetworkRouter]) -> dict[str, float]:
+    """As thresholds were set by them: the lower, the more is at stake; all the same while none were."""
+    lowest = min(float(router.thresholds[0]) for router in networks.values())
+    return {name: lowest / float(router.thresholds[0]) for name, router in networks.items()}
+
+
 def _gains(lens: Lens, networks: dict[str, NetworkRouter], block: Tensor, seen: Callable[[str], None]) -> Tensor:
     tokens = block[None].to(next(lens.model.parameters()).device)
     with lens.disabled() as base:

@@ -50,7 +50,7 @@ def _far_keys_by_score(
 ) -> tuple[Tensor, Tensor]:
     """For every row and group: the bin of its score, and how many far keys the group holds. Last, all far keys."""
     scores = (router.query_scores(layer.routed_rows[sequence])[..., :-1] + log_stake).clamp(min=LOWEST)
-    holds = hard_groups(router, layer.routed_keys[sequence])
+    holds = hard_groups(router, layer.routed_keys[sequence], layer.course(sequence))
     far = text.far(layer, sequence, holds.device)
     counts = (far.float() @ holds.float()).repeat_interleave(scores.shape[0] // holds.shape[0], dim=0)
     bins = pad(((scores / LOWEST) * (BINS - 1)).long().flatten(), (0, 1), value=BINS)

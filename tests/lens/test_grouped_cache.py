@@ -116,7 +116,7 @@ def test_every_kind_of_lens_decodes_as_it_prefills(configs):
         nn.init.normal_(parameter, std=0.5)
     for router in lens.routers.values():
         if isinstance(router, NetworkRouter):
-            router.jitter.strength.fill_(1.0)
+            router.steepness.fill_(3.0)
     whole = logits(model, tokens, attention_mask=mask, position_ids=positions, use_cache=False)
     decoded = in_pieces(model, tokens, [0, *range(PROMPT, LENGTH + 1)], None, mask, positions)
     close(decoded[mask.bool()], whole[mask.bool()])
@@ -166,6 +166,9 @@ def model():
     attach(model, FocalConfig(temperature=0.5, form="prefix"), FocusConfig(groups=4, top_k=2, window=WINDOW, sinks=2))
     for parameter in lens_of(model).parameters():
         nn.init.normal_(parameter, std=0.5)
+    for router in lens_of(model).routers.values():
+        if isinstance(router, NetworkRouter):
+            router.steepness.fill_(3.0)
     return model
 
 
@@ -333,6 +336,9 @@ def postponing(score, family="llama"):
     torch.manual_seed(0)
     for parameter in lens_of(model).parameters():
         nn.init.normal_(parameter, std=0.5)
+    for router in lens_of(model).routers.values():
+        if isinstance(router, NetworkRouter):
+            router.steepness.fill_(3.0)
     return model
 
 

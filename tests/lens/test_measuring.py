@@ -5,6 +5,7 @@ import torch
 
 import bifocals
 from bifocals import FocalConfig, FocusConfig, attach
+from bifocals.tape import NearOnly
 from bifocals.testing import tiny_model, tiny_tokens
 
 FOCUS = FocusConfig(groups=4, top_k=2, window=5, sinks=2)
@@ -24,6 +25,26 @@ def test_the_dial_changes_what_is_read_and_measure_says_how_much():
     assert kept == sorted(kept)
     assert kept[-1] == 1.0
     assert lens.mode == "hard"
+
+
+@pytest.mark.parametrize(
+    "focus", [FOCUS, FocusConfig.network(groups=4, window=5, sinks=2)], ids=["centroids", "networks"]
+)
+def test_window_and_sinks_alone_ask_no_router_and_decode_as_they_prefill(focus, monkeypatch):
+    model, tokens = tiny_model("llama"), tiny_tokens()
+    lens = attach(model, focus)
+    for router in lens.routers.values():
+        monkeypatch.setattr(router, "forward", None)
+    with torch.no_grad(), lens.taped(NearOnly()) as tape:
+        whole = model(tokens, use_cache=False).logits
+    assert (lens.measure_tape(tape).far_kept, lens.measure_tape(tape).dominance) == (0.0, 0.0)
+    with torch.no_grad(), lens.taped(NearOnly()):
+        seen, found = None, []
+        for start, stop in [(0, 20), *((at, at + 1) for at in range(20, 40))]:
+            step = model(tokens[:, start:stop], past_key_values=seen, use_cache=True)
+            seen = step.past_key_values
+            found.append(step.logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), whole)
 
 
 def test_measure_counts_pairs_as_the_definitions_say():

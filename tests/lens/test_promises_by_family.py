@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from bifocals import FocalConfig, FocusConfig, attach, check, fold, lens_of, load, reference
 from bifocals.families import FAMILIES
+from bifocals.fullness import Course
 from bifocals.interface import NAME
 from bifocals.layer import LayerLens
 from bifocals.network import NetworkRouter
@@ -38,11 +39,11 @@ every_decoder = with_every_router(DECODERS)
 
 
 def put_on(model, *configs):
-    """A lens with jitter where there can be any, as after a fit."""
+    """A lens whose groups may be full where they can be, as after a fit."""
     lens = attach(model, *configs)
     for router in lens.routers.values():
         if isinstance(router, NetworkRouter):
-            router.jitter.strength.fill_(1.0)
+            router.steepness.fill_(3.0)
     return lens
 
 
@@ -127,7 +128,8 @@ def test_a_lens_computes_the_reference(family, router, monkeypatch):
         elif lens.router is None:
             expected = reference.focal_attention(query, key, value, is_causal=pattern.is_causal, **common)
         else:
-            reads, holds = lens.router.membership(*routed[lens])
+            course = [] if router == "centroids" or pattern.reach is not None else [Course.of_sequence(query.shape[2])]
+            reads, holds = lens.router.membership(*routed[lens], *course)
             expected = reference.focus_attention(
                 query, key, value, membership=reads, key_membership=holds, window=5, sinks=2,
                 reach=pattern.reach, is_causal=pattern.is_causal, **common,

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from bifocals import FocusConfig, attach, check, gated
+from bifocals.fullness import Course
+from bifocals.network import NetworkRouter
 from bifocals.testing import tiny_model, tiny_tokens
 
 FOCUS = {
@@ -18,7 +20,22 @@ def sparse_lens(router, family):
     torch.manual_seed(0)
     lens = attach(tiny_model(family), FOCUS[router])
     lens.mode = "sparse"
+    for layer in lens.routers.values():
+        if isinstance(layer, NetworkRouter):
+            layer.steepness.fill_(3.0)
     return lens
+
+
+def test_keys_that_gave_way_to_full_groups_have_the_gates_of_those_they_are_in():
+    """As if the scores of full groups were lower to begin with: each key's gate is its largest."""
+    lens = sparse_lens("networks", "llama")
+    router = lens.routers["0"]
+    query, key = torch.randn(1, 4, 40, 8).double(), torch.randn(1, 2, 40, 8).double()
+    routing = router(query, key, Course.of_sequence(40))
+    holds, gates = routing.groups(2)[1], routing.sorted_gates(2)[1]
+    is_held = holds.any(dim=-1)
+    assert not torch.equal(holds, router(query, key).groups(2)[1])
+    assert torch.equal(gates.amax(dim=-1)[is_held], gates[holds])
 
 
 @every_router

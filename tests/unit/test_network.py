@@ -1,4 +1,4 @@
-"""Routers of small networks: what they compute, and that a token's groups depend on no other token."""
+"""Routers of small networks: what they compute."""
 
 from itertools import pairwise
 
@@ -65,46 +65,6 @@ def test_the_dial_opens_group_by_group(router):
         assert not (fewer & ~more).any()
 
 
-def test_jitter_adds_waves_over_the_places_to_the_scores_of_keys_the_weaker_the_more_they_are_worth(router):
-    _, key = tokens()
-    calm, surplus = router.key_scores(key), router.surplus(key)
-    router.jitter.strength.copy_(torch.tensor([[3.0], [0.0]]))
-    added = router.key_scores(key) - calm
-    turns = torch.arange(10)[:, None] * router.jitter.waves[0].double() / 2**24
-    waves = (2 * torch.pi * turns).sin()
-    torch.testing.assert_close(added[:, 0], 3 * (-surplus[:, 0]).exp().clamp(max=1)[..., None] * waves)
-    assert not added[:, 1].any()
-
-
-def test_jitter_passes_no_gradient(router):
-    router.jitter.strength.fill_(3.0)
-    _, key = tokens()
-    key.requires_grad_()
-    jitter = router.key_scores(key) - router.keys(key)
-    assert jitter.abs().max() > 1
-    jitter.sum().backward()
-    assert not key.grad.any()
-
-
-@pytest.mark.parametrize("start", [0, 100_000, 10**9])
-def test_strong_jitter_deals_the_copies_of_a_key_evenly_wherever_they_are(start):
-    router = NetworkRouter(4, 2, 8, FocusConfig.network(groups=8, idle=0)).eval()
-    router.jitter.strength.fill_(1e3)
-    query, key = torch.randn(1, 4, 1, 8).expand(-1, -1, 2048, -1), torch.randn(1, 2, 1, 8).expand(-1, -1, 2048, -1)
-    sizes = router.membership(query, key, start + torch.arange(2048)[:, None])[1].sum(dim=2)
-    assert sizes.min() > 0.7 * 2048 / 8
-    assert sizes.max() < 1.3 * 2048 / 8
-
-
-def test_what_rounding_does_to_a_worth_counts_against_a_margin(router):
-    query, key = tokens()
-    router.bars.fill_(-100.0)  # no key is near its bar
-    calm = router(query, key).margins(1)[1]
-    router.jitter.strength.fill_(3.0)
-    router.jitter.waves.zero_()  # the same scores, but with jitter
-    torch.testing.assert_close(router(query, key).margins(1)[1] * (1 + 3.0 * (-router.surplus(key)).exp()), calm)
-
-
 def test_without_idle_keys_every_key_is_in_a_group():
     router = NetworkRouter(4, 2, 8, FocusConfig.network(groups=4, idle=0)).eval()
     assert router.worth is None
@@ -132,12 +92,10 @@ def test_margins_are_the_distance_to_the_threshold_to_the_second_group_and_to_th
     assert routing.margins(4)[0].isinf().all()
 
 
-@pytest.mark.parametrize("strength", [0.0, 3.0])
-def test_a_tokens_groups_depend_on_that_token_and_its_place_alone(router, strength):
-    router.jitter.strength.fill_(strength)
+def test_a_tokens_groups_depend_on_that_token_alone_while_no_group_is_full(router):
     query, key = tokens()
     whole = router.membership(query, key)
-    alone = router.membership(query[:1, :, 6:7], key[:1, :, 6:7], torch.tensor(6 if strength else 0).view(1, 1, 1, 1))
+    alone = router.membership(query[:1, :, 6:7], key[:1, :, 6:7])
     for groups, group in zip(whole, alone, strict=True):
         assert torch.equal(groups[:1, :, 6:7], group)
 

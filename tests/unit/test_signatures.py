@@ -15,7 +15,19 @@ from bifocals.routing import dominance
 
 MODULES = ["backends.call", "backends.dense", "backends.gated", "backends.native", "backends.operator"]
 MODULES += ["backends.pattern", "backends.sparse", "backends.strips", "backends.tiles", "checks", "filed", "focal"]
-MODULES += ["focus", "gated", "grouped", "maps", "network", "quick_router", "reference", "routing", "segments"]
+MODULES += [
+    "focus",
+    "fullness",
+    "gated",
+    "grouped",
+    "maps",
+    "memory",
+    "network",
+    "quick_router",
+    "reference",
+    "routing",
+    "segments",
+]
 MODULES += ["training.query_scale"]
 
 
