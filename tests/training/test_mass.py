@@ -498,6 +498,21 @@ def test_groups_that_are_crowded_while_they_form_are_no_collapse_if_they_are_not
     assert told == {0.5: [39, 39], 4.0: []}
 
 
+def test_memory_grows_with_the_length_alone(monkeypatch):
+    """The largest tensor of a fit, layers weighed, on sequences twice as long."""
+    from tests.sizes import Sizes  # not where this file is run by itself
+
+    for name in ("START_ROUNDS", "FINAL_ROUNDS"):
+        monkeypatch.setattr(layer_fit, name, 2)
+    largest = []
+    for length in (300, 600):
+        lens = lens_with("networks")
+        with Sizes() as sizes:
+            fit_mass(lens, tiny_tokens(2, length), MassOptions(steps=2, query_steps=1, rows=8))
+        largest.append(sizes.largest)
+    assert largest[1] <= 2.1 * largest[0]
+
+
 def test_progress_counts_up_to_the_end():
     seen = []
     fit_mass(lens_with("networks"), tiny_tokens(7, 100), OPTIONS, report=seen.append)
