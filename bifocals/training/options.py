@@ -21,7 +21,7 @@ class MassOptions:
     rows: int = option(256, "Queries of a sequence that groups are formed from; as many more make them even.")
     rate: float = option(0.0, "Learning rate; 0 means 0.015 for networks and 0.005 for centroids.")
     query_rate: float = option(5e-3, "Learning rate of the updates of the queries alone.")
-    budget: float = option(0.93, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
+    budget: float = option(0.86, "Share of top_k / groups at which thresholds aim: unseen text should stay below 1.")
     steepness: float = option(
         10.0, "What a group loses for each fair share of keys too many, in deviations of its scores; 0: nothing."
     )
@@ -44,7 +44,7 @@ class MassOptions:
         expect(0 <= self.seed < 2**32, "a seed in [0, 2^32)", self.seed, "any number in it will do")
         expect(self.weigh >= 0, "weigh >= 0", self.weigh, "it counts sequences")
         expect(0 <= self.steepness < math.inf, "a finite steepness >= 0", self.steepness, "0: no group is ever full")
-        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.93 leaves room for unseen text")
+        expect(0 < self.budget <= 1, "budget in (0, 1]", self.budget, "0.86 leaves room for unseen text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
