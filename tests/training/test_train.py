@@ -302,7 +302,9 @@ def test_a_fit_by_mass_is_logged_where_it_is_asked_to(tmp_path):
         assert len(told) > 1
         for name in ("loss", "mass_kept", "far_kept", "dominance"):
             found = [(event.step, event.value) for event in logged.Scalars(f"{name}/layer {layer}")]
-            assert found == [(each.step, pytest.approx(getattr(each, name))) for each in told]
+            known = [(each.step, getattr(each, name)) for each in told if getattr(each, name) is not None]
+            assert found == [(step, pytest.approx(value)) for step, value in known]
+            assert len(known) > 1
 
 
 def test_a_resumed_fit_by_mass_tells_the_losses_of_layers_finished_before(tmp_path):
@@ -325,7 +327,7 @@ def test_baselines_are_measured_like_a_fit(baseline, tmp_path):
     assert settings == ["dense", "window + sinks", *(["top_k 1", "top_k 2"] if baseline != "window" else [])]
     assert json.loads((out / "results.json").read_text())["baseline"] == baseline
     if baseline != "window":
-        assert results["held_out"]["rows"][2]["dominance"] < 0.6
+        assert results["held_out"]["rows"][2]["dominance"] < 0.7  # of the worst of its short blocks; all in one is 1
         load(tiny_model("llama", dtype=torch.float32), out)
 
 
